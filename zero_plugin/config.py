@@ -1,0 +1,287 @@
+"""Every setting, in one frozen value that is checked when it is made.
+
+The ZeRO stage is resolved here into three booleans (`shards_optimizer`, `shards_gradients`, `shards_parameters`);
+nothing below this module says "stage".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from zero_plugin.errors import ConfigError
+
+Tier = Literal["device", "host", "nvme"]
+"""Where a state lies: the accelerator's memory, host memory, or files."""
+
+NonFinite = Literal["skip", "raise", "propagate"]
+"""What a NaN or infinite gradient does to a step."""
+
+BackendName = Literal["auto", "inline", "threads", "chaos", "cuda"]
+"""Which lanes carry asynchronous work; `auto` is `cuda` on CUDA and `threads` elsewhere."""
+
+DTypeName = Literal["fp32", "bf16", "fp16"]
+
+_BYTE_UNITS = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgt", start=1):
+    _BYTE_UNITS[f"{_prefix}ib"] = 1024**_power
+    _BYTE_UNITS[f"{_prefix}b"] = 1000**_power
+
+
+def parse_bytes(value: int | str, name: str = "size") -> int:
+    """Read a byte count such as `8589934592`, `"8GiB"` or `"500 MB"`.
+
+    Args:
+        value: a number of bytes, or a number with a unit (B, kB, KiB, MB, MiB, GB, GiB, TB, TiB).
+        name: what the value is, for the error.
+
+    Raises:
+        ConfigError: the value is negative, or is not a number with a known unit.
+    """
+    if isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} is not a byte count: give bytes or a string such as '8GiB'")
+    if isinstance(value, int):
+        number, unit = float(value), ""
+    else:
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
+        if match is None or match[2].lower() not in _BYTE_UNITS:
+            raise ConfigError(f"{name}={value!r} is not a byte count: give bytes or a string such as '8GiB'")
+        number, unit = float(match[1]), match[2].lower()
+    if number < 0:
+        raise ConfigError(f"{name}={value!r} is negative: a byte count is 0 or more")
+    return int(number * _BYTE_UNITS[unit])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """What is sharded, where each state lies, and how a step treats numbers.
+
+    All fields are keyword-only and checked at construction. Defaults are those of plain torch where torch has one: no
+    clipping, reduction and accumulation of low-precision gradients in fp32, no loss scaling.
+
+    Raises:
+        ConfigError: a value is unknown or out of range, two values contradict each other, or this version does not
+            support the combination. Nothing is replaced quietly.
+    """
+
+    stage: int = 2
+    """0: nothing sharded; 1: optimizer states; 2: and gradients; 3: and parameters (not in this version)."""
+
+    params: Tier = "device"
+    """Tier of the compute weights."""
+
+    optimizer: Tier = "host"
+    """Tier of the fp32 master weights and moments, and where the update is computed."""
+
+    gradients: Tier = "host"
+    """Tier of the reduced gradients."""
+
+    activations: Tier = "device"
+    """Tier of checkpointed activations."""
+
+    nvme_path: str | Path | tuple[str | Path, ...] | None = None
+    """Folder or folders for the `nvme` tier."""
+
+    device_limit: int | str | None = None
+    """Most bytes of device memory the engine's own states and buffers may take."""
+
+    host_limit: int | str | None = None
+    """Most bytes of host memory the engine's own states and buffers may take."""
+
+    pinned_limit: int | str | None = None
+    """Most bytes of host memory that may be pinned."""
+
+    nvme_limit: int | str | None = None
+    """Most bytes on the `nvme` tier."""
+
+    overlap: bool = True
+    """Move bytes on lanes beside the computation. False: every operation runs where it is issued."""
+
+    speculate: bool = False
+    """Start updates before the norm is known (not in this version)."""
+
+    nonfinite: NonFinite = "skip"
+    """`skip` the step and warn, `raise`, or `propagate` the value into the weights as plain torch does."""
+
+    nonfinite_patience: int = 50
+    """Consecutive skipped steps, without a loss scale left to lower, after which the run stops with an error."""
+
+    delayed_update: bool = False
+    """ZeRO-Offload's delayed parameter update (not in this version)."""
+
+    delayed_update_warmup: int = 40
+    """Synchronous steps before the delayed update begins."""
+
+    trace: str | Path | None = None
+    """File that a Chrome trace of every lane is written to when the engine closes."""
+
+    reduce_dtype: DTypeName = "fp32"
+    """Dtype on the wire of a gradient reduction; sums are always formed in fp32."""
+
+    gradient_dtype: DTypeName | None = None
+    """Dtype of a reduced gradient on its way to its tier. None: the parameter's own."""
+
+    bucket_bytes: int | str = "32MiB"
+    """Gradient bytes (in `reduce_dtype`) that are reduced and moved together."""
+
+    loss_scale: float | Literal["dynamic"] | None = None
+    """Factor on the loss, a power of two, or `dynamic` for fp16. None: 1."""
+
+    broadcast_buffers: bool = True
+    """Send rank 0's buffers to all ranks before each training forward, as DistributedDataParallel does."""
+
+    backend: BackendName = "auto"
+    """Which lanes carry asynchronous work."""
+
+    backend_seed: int = 0
+    """Seed of the `chaos` backend's delays."""
+
+    threads: int | None = None
+    """Threads of the compiled optimizer. None: the cores this process may use, shared among local ranks."""
+
+    instruction_set: str = "auto"
+    """Instruction set of the compiled kernels, for tests; every one gives the same bits."""
+
+    timeout_seconds: float = 1800.0
+    """Longest wait for another rank."""
+
+    def __post_init__(self) -> None:
+        """Check every field, then the combinations."""
+        self._check_choices()
+        self._check_numbers()
+        self._check_unsupported()
+        self._check_combinations()
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ZeroConfig:
+        """Build a config from a mapping such as a YAML block.
+
+        Raises:
+            ConfigError: a key is not a field, with the nearest field named.
+        """
+        known = [field.name for field in fields(cls)]
+        for key in values:
+            if key not in known:
+                import difflib
+
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known settings are {', '.join(known)}"
+                raise ConfigError(f"unknown setting {key!r} (value {values[key]!r}): {hint}")
+        return cls(**values)
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether each rank holds only its part of master weights and moments."""
+        return self.stage >= 1
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether gradients are reduced at every micro-batch and only the own part is kept."""
+        return self.stage >= 2
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether each rank holds only its part of the compute weights."""
+        return self.stage >= 3
+
+    def limit(self, tier: Tier) -> int | None:
+        """The byte limit of a tier, or None."""
+        value = {"device": self.device_limit, "host": self.host_limit, "nvme": self.nvme_limit}[tier]
+        return None if value is None else parse_bytes(value, f"{tier}_limit")
+
+    @property
+    def bucket_size(self) -> int:
+        """`bucket_bytes` as a number of bytes."""
+        return parse_bytes(self.bucket_bytes, "bucket_bytes")
+
+    def _check_choices(self) -> None:
+        choices: dict[str, tuple[object, ...]] = {
+            "stage": (0, 1, 2, 3),
+            "params": get_args(Tier),
+            "optimizer": get_args(Tier),
+            "gradients": get_args(Tier),
+            "activations": get_args(Tier),
+            "nonfinite": get_args(NonFinite),
+            "reduce_dtype": get_args(DTypeName),
+            "gradient_dtype": (*get_args(DTypeName), None),
+            "backend": get_args(BackendName),
+        }
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or value not in allowed:
+                listed = ", ".join(repr(choice) for choice in allowed)
+                raise ConfigError(f"{name}={value!r} is not one of {listed}")
+        for name in ("overlap", "speculate", "delayed_update", "broadcast_buffers"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
+
+    def _check_numbers(self) -> None:
+        for name in ("device_limit", "host_limit", "pinned_limit", "nvme_limit"):
+            value = getattr(self, name)
+            if value is not None:
+                parse_bytes(value, name)
+        if parse_bytes(self.bucket_bytes, "bucket_bytes") < 64:
+            raise ConfigError(f"bucket_bytes={self.bucket_bytes!r} is below 64 bytes: the default is '32MiB'")
+        positive = {
+            "timeout_seconds": self.timeout_seconds,
+            "nonfinite_patience": self.nonfinite_patience,
+            "delayed_update_warmup": self.delayed_update_warmup,
+            "threads": 1 if self.threads is None else self.threads,
+        }
+        for name, value in positive.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise ConfigError(f"{name}={value!r} must be a number above 0")
+        self._check_loss_scale()
+
+    def _check_loss_scale(self) -> None:
+        scale = self.loss_scale
+        if scale is None or scale == "dynamic":
+            return
+        if isinstance(scale, (bool, str)) or not scale > 0:
+            raise ConfigError(f"loss_scale={scale!r} must be a positive power of two, 'dynamic' or None")
+        mantissa, _ = float(scale).as_integer_ratio() if scale >= 1 else (1 / float(scale)).as_integer_ratio()
+        if mantissa & (mantissa - 1):
+            raise ConfigError(
+                f"loss_scale={scale!r} is not a power of two, so that unscaling would round every gradient: "
+                "give a power of two such as 65536, or 'dynamic'"
+            )
+
+    def _check_unsupported(self) -> None:
+        later = {
+            "stage": self.stage == 3,
+            "params": self.params != "device",
+            "activations": self.activations != "device",
+            "optimizer": self.optimizer == "nvme",
+            "gradients": self.gradients == "nvme",
+            "speculate": self.speculate,
+            "delayed_update": self.delayed_update,
+        }
+        for name, wanted in later.items():
+            if wanted:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is not supported by this version of zero-plugin: "
+                    "stages 0 to 2 with optimizer and gradients on 'device' or 'host' are (see the table in the README)"
+                )
+
+    def _check_combinations(self) -> None:
+        uses_nvme = "nvme" in (self.params, self.optimizer, self.gradients, self.activations)
+        if not uses_nvme:
+            for name in ("nvme_path", "nvme_limit"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(
+                        f"{name}={getattr(self, name)!r} has no effect: no state is placed on 'nvme'; "
+                        f"leave {name} out or place a state there"
+                    )
+        if not self.overlap and self.backend in ("threads", "chaos"):
+            raise ConfigError(
+                f"overlap=False contradicts backend={self.backend!r}: without overlap every operation runs inline; "
+                "leave backend out"
+            )
+        if self.nonfinite == "propagate" and self.loss_scale == "dynamic":
+            raise ConfigError(
+                "nonfinite='propagate' contradicts loss_scale='dynamic': a dynamic scale finds its value by skipping "
+                "the steps that overflow; use nonfinite='skip'"
+            )
