@@ -1,0 +1,1 @@
+"""Helpers shared by the tests; imported as `support.<name>` through pytest's `pythonpath`."""
