@@ -56,9 +56,9 @@ def imports(recipe: Recipe, _: Sequence[str]) -> list[Command]:
 
 
 def types(recipe: Recipe, _: Sequence[str]) -> list[Command]:
-    """Static types."""
-    pyright = str(recipe.program("pyright"))
-    return [Command([pyright, "--pythonpath", str(recipe.python)])]
+    """Static types: strict for what is shipped (pyproject.toml), standard for the rest."""
+    pyright = [str(recipe.program("pyright")), "--pythonpath", str(recipe.python)]
+    return [Command(pyright), Command([*pyright, "--project", "pyright-standard.json"])]
 
 
 def tests(recipe: Recipe, options: Sequence[str]) -> list[Command]:
