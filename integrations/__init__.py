@@ -1,0 +1,1 @@
+"""Frameworks that run on the engine; installed as `zero_plugin.integrations`."""

@@ -1,0 +1,99 @@
+"""The strategy names that Lightning and Fabric know us by.
+
+Nothing here imports torch or Lightning: a name costs a dictionary entry until someone asks for it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import ModuleType
+
+STRATEGIES: Mapping[str, Mapping[str, Any]] = {
+    "zero_1": {"stage": 1, "optimizer": "device", "gradients": "device"},
+    "zero_2": {"stage": 2, "optimizer": "device", "gradients": "device"},
+    "zero_offload": {"stage": 2, "optimizer": "host", "gradients": "host"},
+}
+"""Registered name -> the `ZeroConfig` fields it stands for; every other field keeps its default."""
+
+DESCRIPTIONS: Mapping[str, str] = {
+    "zero_1": "ZeRO stage 1: optimizer states sharded, on the device",
+    "zero_2": "ZeRO stage 2: optimizer states and gradients sharded, on the device",
+    "zero_offload": "ZeRO-Offload: stage 2 with optimizer states and gradients in host memory",
+}
+
+# module of the registry -> (its attribute, the module of our class for this framework, the class)
+_REGISTRIES: Mapping[str, tuple[str, str, str]] = {
+    "lightning.pytorch.strategies": (
+        "StrategyRegistry",
+        "zero_plugin.integrations._lightning.trainer_lightning",
+        "ZeroOffloadStrategy",
+    ),
+    "pytorch_lightning.strategies": (
+        "StrategyRegistry",
+        "zero_plugin.integrations._lightning.trainer_pytorch_lightning",
+        "ZeroOffloadStrategy",
+    ),
+    "lightning.fabric.strategies": (
+        "STRATEGY_REGISTRY",
+        "zero_plugin.integrations._lightning.fabric_lightning",
+        "FabricZeroOffloadStrategy",
+    ),
+    "lightning_fabric.strategies": (
+        "STRATEGY_REGISTRY",
+        "zero_plugin.integrations._lightning.fabric_lightning_fabric",
+        "FabricZeroOffloadStrategy",
+    ),
+}
+
+
+class StrategyFactory:
+    """Stands in a registry for a class that is imported when the registry is asked for it.
+
+    Args:
+        module: the class's module.
+        name: the class's name there.
+    """
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module = module
+        self.name = name
+
+    def __call__(self, **settings: Any) -> Any:
+        """Make the strategy; `settings` are `ZeroConfig` fields."""
+        return getattr(import_module(self.module), self.name)(**settings)
+
+    def __repr__(self) -> str:
+        return f"<{self.module}.{self.name}, not imported yet>"
+
+
+def register_strategies(module: ModuleType) -> None:
+    """Add our names to the registry in `module`, once.
+
+    A name that someone else has registered is left to them, and this is said in the log.
+
+    Args:
+        module: one of the four modules that hold a registry.
+    """
+    attribute, strategy_module, strategy_name = _REGISTRIES[module.__name__]
+    registry = getattr(module, attribute)
+    for name, fields in STRATEGIES.items():
+        if name not in registry:
+            registry.register(
+                name,
+                StrategyFactory(strategy_module, strategy_name),
+                description=DESCRIPTIONS[name],
+                **fields,
+            )
+        elif not isinstance(registry[name]["strategy"], StrategyFactory):
+            import logging
+
+            logging.getLogger("zero_plugin").warning(
+                "strategy name %r is taken by %r in %s: use zero_plugin.integrations.lightning.ZeroOffloadStrategy",
+                name,
+                registry[name]["strategy"],
+                module.__name__,
+            )
