@@ -1,0 +1,41 @@
+"""Lanes that move bytes while the framework computes, and the buffers they use."""
+
+from __future__ import annotations
+
+from zero_plugin.runtime.backend import Backend, Lane, LaneKind, Memory, Ticket, TicketState
+from zero_plugin.runtime.buffers import Lease, LeaseState, SlabPool
+from zero_plugin.runtime.operations import (
+    Accumulate,
+    Collective,
+    Copy,
+    NormPartials,
+    Operation,
+    SumRanks,
+    Update,
+    Zero,
+)
+from zero_plugin.runtime.select import BackendName, create_backend
+from zero_plugin.runtime.threads import Latency
+
+__all__ = [
+    "Accumulate",
+    "Backend",
+    "BackendName",
+    "Collective",
+    "Copy",
+    "Lane",
+    "LaneKind",
+    "Latency",
+    "Lease",
+    "LeaseState",
+    "Memory",
+    "NormPartials",
+    "Operation",
+    "SlabPool",
+    "SumRanks",
+    "Ticket",
+    "TicketState",
+    "Update",
+    "Zero",
+    "create_backend",
+]

@@ -1,0 +1,267 @@
+"""One worker thread for each lane, with an optional model of how long operations take."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from zero_plugin.runtime.backend import (
+    Backend,
+    HostCompute,
+    Lane,
+    LaneKind,
+    Memory,
+    ProgramOrder,
+    Services,
+    Ticket,
+    UnseenFailure,
+    first_failure,
+    run_operation,
+)
+from zero_plugin.runtime.memory import allocate_host
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from zero_plugin.runtime.operations import Operation
+
+T = TypeVar("T")
+Scope = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Latency:
+    """How long an operation takes at least, in place of hardware that is not there.
+
+    Attributes:
+        seconds: Fixed part, in seconds.
+        bytes_per_second: Rate at which the operation's bytes move; None for no such part.
+    """
+
+    seconds: float = 0.0
+    bytes_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.seconds < 0 or (self.bytes_per_second is not None and self.bytes_per_second <= 0):
+            raise ValueError(
+                f"{self} is no latency; give seconds >= 0 and bytes_per_second > 0 (or None)"
+            )
+
+    def of(self, nbytes: int) -> float:
+        """Seconds an operation on `nbytes` bytes takes."""
+        if self.bytes_per_second is None:
+            return self.seconds
+        return self.seconds + nbytes / self.bytes_per_second
+
+
+LatencyModel = Mapping[str, Latency] | Latency | None
+
+
+def latency_for(model: LatencyModel, lane: str) -> Latency | None:
+    """The latency of `lane`: the model itself, or its entry of that name."""
+    if model is None or isinstance(model, Latency):
+        return model
+    return model.get(lane)
+
+
+@contextmanager
+def gradient_free() -> Iterator[None]:
+    """Grad mode and inference mode off, as a lane's thread wants them, whatever the caller's."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
+
+
+@dataclass(kw_only=True, slots=True)
+class Job:
+    """One queued operation. `operation` is let go of before the ticket ends."""
+
+    ticket: Ticket[Any]
+    operation: Operation[Any] | None
+    dependencies: tuple[Ticket[Any], ...]
+
+
+class Worker:
+    """A thread that runs jobs in the order they were put.
+
+    It refers neither to its lane nor to its backend, so that a backend that is dropped without
+    `close` can be collected and its threads told to stop.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        services: Services,
+        latency: Latency | None = None,
+        scope: Scope = gradient_free,
+        before: Callable[[Job], None] | None = None,
+        ended: Callable[[Job], None] | None = None,
+    ) -> None:
+        self.unseen = UnseenFailure()
+        self._services = services
+        self._latency = latency
+        self._scope = scope
+        self._before = before
+        self._ended = ended
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._stopping = False
+        # Daemon, because the interpreter joins other threads before it runs any exit handler.
+        self._thread = threading.Thread(target=self._serve, name=f"zero-lane-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Job) -> None:
+        """Queues `job`."""
+        self._queue.put(job)
+
+    def stop(self) -> None:
+        """Lets the thread end once it has run what is queued. May be called again."""
+        if not self._stopping:
+            self._stopping = True
+            self._queue.put(None)
+
+    def join(self) -> None:
+        """Waits for the thread to end."""
+        self._thread.join()
+
+    def _serve(self) -> None:
+        with self._scope():
+            while True:
+                job = self._queue.get()
+                if job is None:
+                    return
+                self._run(job)
+                # Hold nothing while the queue is empty.
+                del job
+
+    def _run(self, job: Job) -> None:
+        for ticket in job.dependencies:
+            ticket.block()
+        failure = first_failure(job.dependencies)
+        ticket = job.ticket
+        if failure is not None:
+            job.operation = None
+            if self._ended is not None:
+                self._ended(job)
+            ticket.poison(failure)
+            return
+        if not ticket.start():
+            job.operation = None
+            return
+        try:
+            value, error = self._execute(job)
+        except BaseException as cause:  # noqa: BLE001 - a worker that died would hang every waiter
+            value, error = None, cause
+        job.operation = None
+        if self._ended is not None:
+            self._ended(job)
+        if error is None:
+            ticket.finish(value)
+        else:
+            self.unseen.put(ticket.fail(error))
+
+    def _execute(self, job: Job) -> tuple[Any, BaseException | None]:
+        operation = job.operation
+        if operation is None:
+            raise RuntimeError(f"{job.ticket} was run twice")
+        if self._before is not None:
+            self._before(job)
+        begun = time.perf_counter()
+        pace = None
+        if self._latency is not None:
+            until = begun + self._latency.of(operation.nbytes)
+            pace = _SleepUntil(until)
+        return run_operation(job.ticket, operation, self._services, pace=pace)
+
+
+class _SleepUntil:
+    """Sleeps out what is left of a modelled time; takes no processor."""
+
+    __slots__ = ("_until",)
+
+    def __init__(self, until: float) -> None:
+        self._until = until
+
+    def __call__(self, operation: Operation[Any]) -> None:
+        del operation
+        left = self._until - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+
+
+class WorkerLane(Lane):
+    """A lane whose operations run on a thread of its own."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        kind: LaneKind,
+        order: ProgramOrder,
+        services: Services,
+        worker: Worker,
+    ) -> None:
+        super().__init__(name=name, kind=kind, order=order, services=services)
+        self._worker = worker
+        self._unseen = worker.unseen
+
+    def _enqueue(
+        self, ticket: Ticket[T], operation: Operation[T], dependencies: tuple[Ticket[Any], ...]
+    ) -> None:
+        self._worker.put(Job(ticket=ticket, operation=operation, dependencies=dependencies))
+
+
+class ThreadsBackend(Backend):
+    """Lanes on worker threads; the framework computes on the caller's thread."""
+
+    def __init__(
+        self,
+        *,
+        services: Services,
+        latency: LatencyModel = None,
+        order: ProgramOrder | None = None,
+    ) -> None:
+        order = order or ProgramOrder("threads")
+        super().__init__(order=order, services=services, compute=HostCompute(order))
+        self._latency = latency
+        self._workers: list[Worker] = []
+        weakref.finalize(self, stop_workers, self._workers)
+
+    def allocate(self, nbytes: int, memory: Memory) -> Tensor:
+        """Pageable host memory for either kind."""
+        del memory
+        return allocate_host(nbytes)
+
+    def close(self) -> None:
+        """Runs what is queued, then ends the threads."""
+        with self._order.lock:
+            self._order.closed = True
+        for worker in self._workers:
+            worker.stop()
+        for lane in self._lanes.values():
+            lane.settle()
+        for worker in self._workers:
+            worker.join()
+
+    def _new_lane(self, name: str, kind: LaneKind) -> Lane:
+        worker = self._new_worker(name)
+        self._workers.append(worker)
+        return WorkerLane(
+            name=name, kind=kind, order=self._order, services=self._services, worker=worker
+        )
+
+    def _new_worker(self, name: str) -> Worker:
+        return Worker(name=name, services=self._services, latency=latency_for(self._latency, name))
+
+
+def stop_workers(workers: list[Worker]) -> None:
+    """Tells every worker to end; for a backend that was dropped without `close`."""
+    for worker in workers:
+        worker.stop()

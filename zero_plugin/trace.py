@@ -1,0 +1,168 @@
+"""What moved, and when: the always-on byte ledger and the optional event log.
+
+Both are leaves: they import nothing of the package and no torch, and may be written to from any thread.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+Phase = Literal["issued", "begin", "end"]
+
+LEDGER_KEYS = (
+    "device_to_host",
+    "host_to_device",
+    "nvme_read",
+    "nvme_write",
+    "reduce_scatter",
+    "all_gather",
+    "all_reduce",
+)
+
+
+class Ledger:
+    """Counters of the bytes this rank moved since the start, one for each direction or collective.
+
+    Args:
+        extras: Names of further counters, beside `LEDGER_KEYS`. Unknown names are refused by
+            `add`, so that a misspelt counter cannot hide bytes.
+    """
+
+    __slots__ = ("_counts", "_lock")
+
+    def __init__(self, extras: Sequence[str] = ()) -> None:
+        self._counts: dict[str, int] = dict.fromkeys((*LEDGER_KEYS, *extras), 0)
+        self._lock = threading.Lock()
+
+    def declare(self, key: str) -> None:
+        """Adds a counter named `key`, starting at zero; one that exists keeps its value."""
+        with self._lock:
+            self._counts.setdefault(key, 0)
+
+    def add(self, key: str, nbytes: int) -> None:
+        """Counts `nbytes` bytes under `key`.
+
+        Raises:
+            KeyError: `key` is neither in `LEDGER_KEYS` nor declared.
+        """
+        with self._lock:
+            if key not in self._counts:
+                known = ", ".join(self._counts)
+                raise KeyError(f"unknown ledger key {key!r}; known are {known}; declare it first")
+            self._counts[key] += nbytes
+
+    def snapshot(self) -> dict[str, int]:
+        """The counters as they are now, as a new dictionary."""
+        with self._lock:
+            return dict(self._counts)
+
+
+class Event(NamedTuple):
+    """One line of the trace.
+
+    Attributes:
+        time: Seconds on the monotonic clock of `time.perf_counter`.
+        lane: The lane, or the name of a span's row.
+        label: What the operation is.
+        phase: "issued" (by the program), "begin" and "end" (on the lane).
+        nbytes: Bytes the operation writes; 0 where not known.
+        sequence: The operation's place in program order; -1 for spans.
+    """
+
+    time: float
+    lane: str
+    label: str
+    phase: Phase
+    nbytes: int
+    sequence: int
+
+
+class Trace:
+    """An append-only log of events; a backend without one records nothing.
+
+    Appending to a list is atomic under CPython, so recording takes no lock.
+    """
+
+    __slots__ = ("_events",)
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+
+    def record(
+        self,
+        lane: str,
+        label: str,
+        phase: Phase,
+        *,
+        nbytes: int = 0,
+        sequence: int = -1,
+        at: float | None = None,
+    ) -> None:
+        """Appends one event, stamped now or with `at` (seconds of `time.perf_counter`)."""
+        when = time.perf_counter() if at is None else at
+        self._events.append(Event(when, lane, label, phase, nbytes, sequence))
+
+    @contextmanager
+    def span(self, label: str, *, lane: str = "program") -> Iterator[None]:
+        """Records the begin and the end of the enclosed block on the row named `lane`."""
+        self.record(lane, label, "begin")
+        try:
+            yield
+        finally:
+            self.record(lane, label, "end")
+
+    def events(self) -> list[Event]:
+        """The events so far, in the order they were recorded, as a new list."""
+        return list(self._events)
+
+    def clear(self) -> None:
+        """Forgets every event."""
+        self._events.clear()
+
+    def write_chrome(self, path: str | Path) -> None:
+        """Writes the log as Chrome trace JSON, which Perfetto and chrome://tracing open.
+
+        Every lane is a row. An arrow leads from the place on the row "program" where an
+        operation was issued to where it began.
+        """
+        text = json.dumps({"traceEvents": _chrome_events(self.events()), "displayTimeUnit": "ms"})
+        Path(path).write_text(text, encoding="utf-8")
+
+
+def _chrome_events(events: list[Event]) -> list[dict[str, Any]]:
+    """The log in the Trace Event Format (its JSON object form), times in microseconds."""
+    if not events:
+        return []
+    start = min(event.time for event in events)
+    rows = {"program": 0}
+    for event in events:
+        rows.setdefault(event.lane, len(rows))
+    rendered: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": name}}
+        for name, row in rows.items()
+    ]
+    # A stable sort by time keeps begin before end where both have the same stamp.
+    for event in sorted(events, key=lambda event: event.time):
+        common = {"pid": 0, "ts": (event.time - start) * 1e6, "name": event.label, "cat": "lane"}
+        flow = {"cat": "issue", "name": "issue", "id": event.sequence}
+        if event.phase == "issued":
+            row = rows["program"]
+            rendered.append(
+                {**common, "ph": "X", "dur": 1, "tid": row, "args": {"lane": event.lane}}
+            )
+            rendered.append({**common, **flow, "ph": "s", "tid": row})
+        elif event.phase == "begin":
+            row = rows[event.lane]
+            arguments = {"bytes": event.nbytes, "sequence": event.sequence}
+            rendered.append({**common, "ph": "B", "tid": row, "args": arguments})
+            if event.sequence >= 0:
+                rendered.append({**common, **flow, "ph": "f", "bp": "e", "tid": row})
+        else:
+            rendered.append({**common, "ph": "E", "tid": rows[event.lane]})
+    return rendered
