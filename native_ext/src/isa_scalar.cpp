@@ -1,0 +1,3 @@
+#define ZP_ISA scalar
+#define ZP_ISA_NAME "scalar"
+#include "body.inc"

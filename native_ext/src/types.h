@@ -1,0 +1,74 @@
+// Plain types shared by the dispatcher and by the bodies compiled for each instruction set. This header
+// holds no inline function with linkage, so that code compiled for a newer instruction set can never be
+// chosen by the linker to run on an older machine.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace zp {
+
+enum class Dtype : int { kNone = -1, kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+
+enum class Rule : int { kAdam = 0, kAdagrad = 1, kLion = 2, kSgd = 3 };
+inline constexpr int kNumRules = 4;
+
+// Columns of the segment table; the table itself is int64.
+enum SegmentColumn : int {
+  kMaster = 0,
+  kState0,
+  kState1,
+  kGradient,
+  kOutput,
+  kNumel,
+  kHyperRow,
+  kNumSegmentColumns
+};
+
+// Columns of a hyper row (float64). Each rule reads its own; see zero_plugin/optim/rule.py.
+inline constexpr int kHyperColumns = 16;
+
+// A part of one segment, all pointers already moved to its first element.
+struct Piece {
+  float* master;
+  float* state0;
+  float* state1;
+  const void* gradient;
+  void* output;  // null: nothing is written but master and states
+  std::size_t numel;
+  const double* hyper;
+};
+
+struct UpdateOptions {
+  Rule rule;
+  Dtype gradient_dtype;
+  Dtype output_dtype;
+  float scale;
+  float clip_value;  // used when clip is true
+  bool clip;
+};
+
+// Exact sum of squares as an integer in units of 2^-298, the square of the smallest float. The largest
+// square is below 2^256, so 640 bits leave room for 2^85 elements.
+inline constexpr int kNormLimbs = 10;
+
+struct NormState {
+  std::uint64_t limbs[kNormLimbs];
+  std::uint32_t absmax_bits;  // ordered like the absolute values: finite < inf < nan
+  std::uint64_t nonfinite;
+};
+
+struct KernelTable {
+  const char* name;
+  void (*convert)(void* destination, Dtype destination_dtype, const void* source, Dtype source_dtype,
+                  std::size_t numel, bool stream);
+  void (*accumulate)(float* destination, const void* source, Dtype source_dtype, std::size_t numel);
+  void (*sum_ranks)(void* destination, Dtype destination_dtype, const void* const* parts,
+                    const Dtype* part_dtypes, std::size_t num_parts, float divisor,
+                    std::size_t offset, std::size_t numel);
+  void (*norm)(const void* source, Dtype dtype, std::size_t numel, NormState* state);
+  void (*update)(const Piece& piece, const UpdateOptions& options);
+  void (*stream)(const Piece& piece);
+};
+
+}  // namespace zp
