@@ -22,6 +22,14 @@ _Hyper = Sequence[float]
 _Step = Callable[["Tensor", Sequence["Tensor"], "Tensor", _Hyper], None]
 
 
+def _sqrt(values: Tensor) -> Tensor:
+    # torch's fp32 square root on the CPU is one unit off for every fifth argument (a vector maths library); rounded from
+    # float64 it is the correctly rounded one of the kernels, and of CUDA.
+    if values.device.type == "cpu":
+        return values.to(torch.float64).sqrt_().to(torch.float32)
+    return values.sqrt()
+
+
 def _adam(master: Tensor, states: Sequence[Tensor], gradient: Tensor, hyper: _Hyper) -> None:
     average, square = states
     weight = torch.tensor(hyper[3], dtype=torch.float32).item()
@@ -35,14 +43,14 @@ def _adam(master: Tensor, states: Sequence[Tensor], gradient: Tensor, hyper: _Hy
     square.mul_(hyper[4]).add_((gradient * hyper[5]).mul_(gradient))
     # A 0-d tensor on the same device, since division by a number is a multiplication on CUDA.
     correction = torch.tensor(hyper[6], dtype=torch.float32, device=master.device)
-    denominator = square.sqrt().div_(correction).add_(hyper[7])
+    denominator = _sqrt(square).div_(correction).add_(hyper[7])
     master.mul_(hyper[1]).add_((average * hyper[8]).div_(denominator))
 
 
 def _adagrad(master: Tensor, states: Sequence[Tensor], gradient: Tensor, hyper: _Hyper) -> None:
     (total,) = states
     total.add_(gradient * gradient)
-    master.add_((gradient * hyper[3]).div_(total.sqrt().add_(hyper[4])))
+    master.add_((gradient * hyper[3]).div_(_sqrt(total).add_(hyper[4])))
 
 
 def _lion(master: Tensor, states: Sequence[Tensor], gradient: Tensor, hyper: _Hyper) -> None:
