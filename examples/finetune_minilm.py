@@ -258,6 +258,7 @@ def train(strategy: str, settings: Settings, *, accelerator: str, devices: int) 
         gradient_clip_val=1.0,
         val_check_interval=min(settings.validate_every, settings.steps),
         check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
         log_every_n_steps=1,
         callbacks=[Recorder(series, settings.seed), RichProgressBar()],
         logger=False,
@@ -323,7 +324,7 @@ def label(axes: Axes, quantity: str) -> None:
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(quantity)
     axes.grid(visible=True, alpha=0.3)
-    axes.legend()
+    axes.legend(loc="best")
 
 
 def summary(runs: Sequence[Series]) -> str:
@@ -420,6 +421,7 @@ def quiet() -> None:
     transformers_logging.disable_progress_bar()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="The '.*_dataloader' does not have many workers")
+    warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")
     warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
     warnings.filterwarnings("ignore", message="It is recommended to use .*sync_dist=True")
 

@@ -26,7 +26,7 @@ def check(root: Path) -> int:
             (directory / "__init__.py").touch()
         command = [
             *(sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"),
-            *("--config", str(root / "pyproject.toml"), "--no-cache"),
+            *("--no-cache", str(root / "pyproject.toml")),
         ]
         return subprocess.run(
             command, cwd=folder, env={**os.environ, "PYTHONPATH": folder}, check=False

@@ -210,8 +210,8 @@ def wanted_stamp(recipe: Recipe, root: Path = REPOSITORY) -> Stamp:
         ",".join(recipe.extras),
         recipe.torch_index or "",
     )
-    # Python files of an editable install are read where they are: only what is compiled can be out of date.
-    sources = ["pyproject.toml", "CMakeLists.txt", "native_ext"]
+    # Python files of an editable install are read where they are: only what is compiled or copied can be out of date.
+    sources = ["pyproject.toml", "CMakeLists.txt", "native_ext", "zero_plugin/_autoload.py"]
     if not recipe.editable:
         sources += ["zero_plugin", "integrations", "README.md"]
     return Stamp(dependencies, digest(root, sources, str(recipe.editable), str(root)))
@@ -253,6 +253,8 @@ def package_command(recipe: Recipe, root: Path = REPOSITORY) -> list[str]:
     # A build folder of the environment's own: one shared by two environments would remember the wrong paths.
     command += ["-C", f"build-dir={recipe.folder / 'build'}"]
     if recipe.editable:
+        # for development: warnings of the compiler are errors
+        command += ["-C", "cmake.define.ZERO_PLUGIN_WERROR=ON"]
         return [*command, "--no-build-isolation", "-e", str(root)]
     return [*command, "--force-reinstall", str(root)]
 
