@@ -52,7 +52,8 @@ NAMES = ["zero_1", "zero_2", "zero_offload"]
 
 def stand_ins(folder: Path, torch_in: str) -> Path:
     """Write the stand-in packages; `torch_in` is FIRST, INSIDE, LATE or nothing."""
-    for name, text in FILES.items():
+    for name, template in FILES.items():
+        text = template
         for place in ("FIRST", "INSIDE", "LATE"):
             text = text.replace(place, "import torch" if place == torch_in else "pass")
         path = folder / name

@@ -1,0 +1,250 @@
+"""The strategy of Lightning Fabric, for either spelling of the package."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_plugin.engine import ZeroEngine
+from zero_plugin.errors import EngineStateError
+from zero_plugin.integrations._lightning.common import (
+    EngineSlots,
+    PrecisionPlugins,
+    build_config,
+    check_device_can,
+    config_for,
+)
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from lightning.fabric.plugins.precision import Precision
+    from lightning.fabric.strategies.ddp import DDPStrategy as Base
+    from torch.optim import Optimizer
+
+    from zero_plugin.config import ZeroConfig
+else:
+    Base = object
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spelling:
+    """The classes of one spelling of Fabric that the strategy needs.
+
+    Attributes:
+        precision: the precision plugins, stock and ours.
+        sync_control: makes `Fabric.no_backward_sync` work.
+    """
+
+    precision: PrecisionPlugins
+    sync_control: type[Any]
+
+
+class FabricStrategy(Base):
+    """Mixin that turns Fabric's DDPStrategy into ours; modules stay unwrapped, each `setup` gets an engine."""
+
+    spelling: Spelling
+
+    def __init__(
+        self,
+        config: ZeroConfig | None = None,
+        *,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        start_method: Any = "popen",
+        **settings: Any,
+    ) -> None:
+        self._config = build_config(config, settings)
+        self._slots = EngineSlots()
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            start_method=start_method,
+            **({} if timeout is None else {"timeout": timeout}),
+        )
+        self._backward_sync_control = self.spelling.sync_control(self._slots)
+
+    # ------------------------------------------------------------------ what users may look at
+
+    @property
+    def config(self) -> ZeroConfig:
+        """The settings; fp16 precisions add a dynamic loss scale when none was set."""
+        return self._config
+
+    @property
+    def engines(self) -> tuple[ZeroEngine, ...]:
+        """The open engines, in the order of the `setup` calls that made them."""
+        return tuple(self._slots.engines)
+
+    # ------------------------------------------------------------------ precision
+
+    @property
+    def precision(self) -> Precision:
+        """The precision plugin; never the stock one, once Fabric has given it."""
+        return super().precision
+
+    @precision.setter
+    def precision(self, precision: Precision | None) -> None:
+        self._precision = (
+            None if precision is None else self.spelling.precision.convert(precision, self._slots)
+        )
+
+    # ------------------------------------------------------------------ set-up
+
+    def _setup_distributed(self) -> None:
+        """Make the default process group, except at world size 1, which needs none."""
+        self._set_world_ranks()
+        if self.world_size > 1:
+            super()._setup_distributed()
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """Give a module and its optimizers to a new engine; the objects returned are those passed in."""
+        precision = str(self.precision.precision)
+        check_device_can(precision, self.root_device)
+        engine = ZeroEngine(module, optimizers, config_for(self._config, precision))
+        if not self._slots.engines:
+            # Fabric never tears a strategy down, so the engines go when the strategy or the process does.
+            weakref.finalize(self, _close_all, self._slots)
+        self._slots.engines.append(engine)
+        return module, optimizers, scheduler
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Set a module up for inference: same weights on every rank, no engine."""
+        check_device_can(str(self.precision.precision), self.root_device)
+        if torch.distributed.is_initialized():
+            for tensor in (*module.parameters(), *module.buffers()):
+                torch.distributed.broadcast(tensor.detach(), 0)
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Refuse: an engine needs module and optimizers together.
+
+        Raises:
+            EngineStateError: always.
+        """
+        raise EngineStateError(
+            f"{type(optimizer).__name__} was set up without its module, but its states are sharded together with the "
+            "module's gradients: call fabric.setup(module, optimizer, ...)"
+        )
+
+    # ------------------------------------------------------------------ steps
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Run backward so that the engines see every gradient.
+
+        Raises:
+            EngineStateError: there are several ranks and no engine that would average their gradients.
+        """
+        if not self._slots.engines and self.world_size > 1:
+            raise EngineStateError(
+                f"fabric.backward was called on {self.world_size} ranks with no optimizer set up, so nothing would "
+                "average the gradients: call fabric.setup(module, optimizer, ...)"
+            )
+        super().backward(tensor, module, *args, **kwargs)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip by the global norm over all ranks' parts; returns the norm before clipping.
+
+        Raises:
+            RuntimeError: the norm is not finite and `error_if_nonfinite` is set, as `torch.nn.utils` does.
+        """
+        engine = self._engine_of(optimizer)
+        norm = engine.clip_grad_norm_(max_norm, norm_type, optimizer=optimizer)
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RuntimeError(
+                f"the total norm of order {norm_type} of the gradients is {float(norm)}, so they cannot be clipped: "
+                "pass error_if_nonfinite=False to let the step skip or scale them"
+            )
+        return norm
+
+    def clip_gradients_value(
+        self, module: nn.Module, optimizer: Optimizer, clip_val: float
+    ) -> None:
+        """Clip every averaged gradient to `[-clip_val, clip_val]`."""
+        self._engine_of(optimizer).clip_grad_value_(clip_val, optimizer=optimizer)
+
+    def _engine_of(self, optimizer: Optimizer) -> ZeroEngine:
+        engine = self._slots.of(optimizer)
+        if engine is None:
+            raise EngineStateError(
+                f"{type(optimizer).__name__} has not been set up: pass it to fabric.setup(module, optimizer, ...) first"
+            )
+        return engine
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The module's state on every rank: up to stage 2 each one has all weights."""
+        engine = next((engine for engine in self._slots.engines if engine.model is module), None)
+        with nullcontext() if engine is None else engine.full_params():
+            return super().get_module_state_dict(module)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state in torch's format on rank 0, empty on the others; all ranks must call."""
+        engine = self._slots.of(optimizer)
+        if engine is None:
+            return super().get_optimizer_state(optimizer)
+        return engine.optimizer_state_dict(optimizer, rank0_only=True)
+
+    # ------------------------------------------------------------------ end
+
+    def teardown(self) -> None:
+        """Close the engines, then do what DDPStrategy does."""
+        _close_all(self._slots)
+        super().teardown()
+
+
+class SyncControl:
+    """Mixin behind `Fabric.no_backward_sync`.
+
+    Args:
+        slots: the strategy's engines.
+    """
+
+    def __init__(self, slots: EngineSlots) -> None:
+        self._slots = slots
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Inside: backward adds to the gradients of a step that is not complete yet.
+
+        Raises:
+            EngineStateError: the module was set up without optimizers.
+        """
+        if not enabled:
+            return nullcontext()
+        for engine in self._slots.engines:
+            if engine.model is module:
+                return engine.no_sync()
+        raise EngineStateError(
+            f"{type(module).__name__} was set up without an optimizer, so there is no reduction to hold back: "
+            "call fabric.setup(module, optimizer, ...)"
+        )
+
+
+def _close_all(slots: EngineSlots) -> None:
+    while slots.engines:
+        slots.engines.pop().close()

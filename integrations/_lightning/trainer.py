@@ -1,0 +1,287 @@
+"""The strategy of Lightning's Trainer, for either spelling of the package."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zero_plugin.engine import ZeroEngine
+from zero_plugin.errors import CheckpointError
+from zero_plugin.integrations._lightning.common import (
+    EngineSlots,
+    PrecisionPlugins,
+    build_config,
+    check_device_can,
+    config_for,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.strategies import DDPStrategy as Base
+    from torch.optim import Optimizer
+
+    from zero_plugin.config import ZeroConfig
+else:
+    Base = object
+
+# How long a failed rank waits for the others to have failed as well, before it gives up saving a checkpoint.
+EXCEPTION_SECONDS = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spelling:
+    """The classes and functions of one spelling of Lightning that the strategy needs.
+
+    Attributes:
+        precision: the precision plugins, stock and ours.
+        no_optimizer: stands for an optimizer when `configure_optimizers` returns None.
+        sync_module_states: broadcasts parameters and buffers from rank 0.
+        reset_seed: seeds again what `seed_everything` seeded.
+    """
+
+    precision: PrecisionPlugins
+    no_optimizer: type[Any]
+    sync_module_states: Callable[[nn.Module], None]
+    reset_seed: Callable[[], None]
+
+
+class TrainerStrategy(Base):
+    """Mixin that turns DDPStrategy into ours: the engine reduces, shards and steps; the module stays unwrapped.
+
+    Launching, ranks, collectives for metrics, samplers and `torch.compile` support are DDPStrategy's.
+    """
+
+    spelling: Spelling
+
+    def __init__(
+        self,
+        config: ZeroConfig | None = None,
+        *,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        start_method: Any = "popen",
+        **settings: Any,
+    ) -> None:
+        self._config = build_config(config, settings)
+        self._slots = EngineSlots()
+        # The engine of a fit that has ended. It is closed, but still knows the optimizer states, for a
+        # `trainer.save_checkpoint` after `trainer.fit`.
+        self._finished: ZeroEngine | None = None
+        self._all_failed = False
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            start_method=start_method,
+            **({} if timeout is None else {"timeout": timeout}),
+        )
+
+    # ------------------------------------------------------------------ what users may look at
+
+    @property
+    def config(self) -> ZeroConfig:
+        """The settings; fp16 precisions add a dynamic loss scale when none was set."""
+        return self._config
+
+    @property
+    def engine(self) -> ZeroEngine | None:
+        """The engine while `Trainer.fit` runs with an optimizer, else None."""
+        return self._slots.only
+
+    # ------------------------------------------------------------------ precision
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The precision plugin; never the stock one, once the Trainer has given it."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # The Trainer chooses the plugin after the strategy, and calls this setter with it.
+        self._precision_plugin = (
+            None
+            if precision_plugin is None
+            else self.spelling.precision.convert(precision_plugin, self._slots)
+        )
+
+    # ------------------------------------------------------------------ set-up
+
+    def setup_distributed(self) -> None:
+        """Make the default process group, except at world size 1, which needs none."""
+        self.set_world_ranks()
+        if self.world_size > 1:
+            super().setup_distributed()
+        else:
+            self.spelling.reset_seed()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Place the module and, to fit, make its optimizers and the engine; nothing is wrapped."""
+        self._require(self.accelerator).setup(trainer)
+        fitting = _is_fitting(trainer)
+        check_device_can(str(self.precision_plugin.precision), self.root_device)
+        if fitting and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self._require(self.model))
+        self.model = self.precision_plugin.convert_module(self._require(self.model))
+        self.model_to_device()
+        if fitting:
+            self.setup_optimizers(trainer)
+        elif torch.distributed.is_initialized():
+            self.spelling.sync_module_states(self._require(self.model))
+        self.setup_precision_plugin()
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Call `configure_optimizers` and give what it returns to a new engine."""
+        self._release()
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+        # A user may return Lightning's wrappers; the engine and the new wrappers need what is inside.
+        optimizers = [_unwrap(optimizer) for optimizer in self.optimizers]
+        model = self._require(self.model)
+        if all(isinstance(optimizer, self.spelling.no_optimizer) for optimizer in optimizers):
+            # There is no optimizer to shard, but backward must still average gradients over the ranks.
+            if torch.distributed.is_initialized() and any(
+                p.requires_grad for p in model.parameters()
+            ):
+                self.configure_ddp()
+            return
+        config = config_for(self._config, str(self.precision_plugin.precision))
+        self._slots.engines.append(ZeroEngine(model, optimizers, config))
+        # Wrappers copy the class of what they wrap, and the engine has just changed it.
+        self.optimizers = optimizers
+
+    # ------------------------------------------------------------------ steps
+
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        """Inside: backward adds to the gradients of a step that is not complete yet."""
+        engine = self._slots.only
+        return super().block_backward_sync() if engine is None else engine.no_sync()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state in torch's format on rank 0, empty on the others; all ranks must call."""
+        optimizer = _unwrap(optimizer)
+        engine = self._slots.of(optimizer) or self._finished
+        if engine is None or isinstance(optimizer, self.spelling.no_optimizer):
+            return super().optimizer_state(optimizer)
+        return engine.optimizer_state_dict(optimizer, rank0_only=True)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give every rank its part of the states in a checkpoint, ours or plain DDP's.
+
+        Raises:
+            CheckpointError: it holds another number of optimizers.
+        """
+        engine = self._slots.only
+        if engine is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise CheckpointError(
+                f"the checkpoint holds the states of {len(states)} optimizers, but configure_optimizers returned "
+                f"{len(self.optimizers)}: resume with the same optimizers"
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            engine.load_optimizer_state_dict(_unwrap(optimizer), state)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state on every rank: up to stage 2 each one has all weights.
+
+        It is the first thing every checkpoint asks for.
+
+        Raises:
+            CheckpointError: this rank is handling an exception that the other ranks have not met.
+        """
+        engine = self._slots.only
+        self._check_every_rank_saves()
+        with nullcontext() if engine is None else engine.full_params():
+            return super().lightning_module_state_dict()
+
+    def _check_every_rank_saves(self) -> None:
+        """Refuse to gather states that the other ranks will never send.
+
+        `ModelCheckpoint(save_on_exception=True)` and `OnExceptionCheckpoint` save from the rank that failed. If all
+        ranks failed the save works; if one did, the others are elsewhere and it would wait for them in vain.
+        """
+        engine = self._slots.only
+        trainer = self._require(self.lightning_module).trainer
+        if engine is None or self._all_failed or trainer.state.status.value != "interrupted":
+            return
+        engine.abort_step()
+        if self.world_size > 1:
+            self._wait_for_failed_ranks()
+        self._all_failed = True
+
+    def _wait_for_failed_ranks(self) -> None:
+        store: Any = torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001
+        # Counted in the store, since a process may train, fail and train again.
+        count = store.add(f"zero_plugin/exceptions/{self.global_rank}", 1)
+        keys = [f"zero_plugin/exception/{count}/{rank}" for rank in range(self.world_size)]
+        store.set(keys[self.global_rank], "failed")
+        try:
+            store.wait(keys, timedelta(seconds=EXCEPTION_SECONDS))
+        except RuntimeError as error:
+            self._release()  # the Trainer does not reach its own teardown when a callback raises
+            raise CheckpointError(
+                f"no checkpoint was saved on the exception of rank {self.global_rank}: optimizer states are sharded, "
+                f"and not all of the {self.world_size} ranks failed within {EXCEPTION_SECONDS:.0f} s. "
+                "Resume from the last regular checkpoint"
+            ) from error
+
+    # ------------------------------------------------------------------ end
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Drop the step that was under way."""
+        for engine in self._slots.engines:
+            engine.abort_step()
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Close the engine (threads, buffers, hooks), then do what DDPStrategy does."""
+        engine = self._slots.only
+        if engine is not None:
+            engine.close()
+            self._slots.engines.clear()
+            self._finished = engine
+        super().teardown()
+
+    def _release(self) -> None:
+        for engine in self._slots.engines:
+            engine.close()
+        self._slots.engines.clear()
+        self._finished = None
+        self._all_failed = False
+
+    @staticmethod
+    def _require(value: Any) -> Any:
+        if value is None:
+            raise RuntimeError(
+                "the strategy was used before the Trainer connected it: call it through the Trainer"
+            )
+        return value
+
+
+def _unwrap(optimizer: Any) -> Any:
+    """The torch optimizer inside a LightningOptimizer, or the optimizer itself."""
+    return getattr(optimizer, "_optimizer", optimizer)
+
+
+def _is_fitting(trainer: Trainer) -> bool:
+    return trainer.state.fn is not None and trainer.state.fn.value == "fit"

@@ -1,0 +1,26 @@
+"""`ZeroOffloadStrategy` for `pytorch_lightning.Trainer` and `FabricZeroOffloadStrategy` for `lightning_fabric.Fabric`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zero_plugin.integrations._lightning.fabric_lightning_fabric import (
+        FabricZeroOffloadStrategy,
+    )
+    from zero_plugin.integrations._lightning.trainer_pytorch_lightning import ZeroOffloadStrategy
+
+__all__ = ["FabricZeroOffloadStrategy", "ZeroOffloadStrategy"]
+
+_MODULES = {
+    "ZeroOffloadStrategy": "zero_plugin.integrations._lightning.trainer_pytorch_lightning",
+    "FabricZeroOffloadStrategy": "zero_plugin.integrations._lightning.fabric_lightning_fabric",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a strategy when it is asked for: the Trainer's does not need Fabric's."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
