@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -109,7 +109,7 @@ class Trace:
         self._events.append(Event(when, lane, label, phase, nbytes, sequence))
 
     @contextmanager
-    def span(self, label: str, *, lane: str = "program") -> Iterator[None]:
+    def span(self, label: str, *, lane: str = "program") -> Generator[None]:
         """Records the begin and the end of the enclosed block on the row named `lane`."""
         self.record(lane, label, "begin")
         try:

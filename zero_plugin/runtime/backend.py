@@ -12,10 +12,13 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, cast
+
+from torch.profiler import record_function
 
 from zero_plugin.errors import LaneError
 
@@ -239,25 +242,25 @@ class Ticket(Generic[T]):
         self.pass_gate()
 
     def pass_gate(self) -> None:
-        """Blocks until `open_gates` was called."""
+        """Blocks until the ticket has ended; on a device lane, until the work was enqueued."""
         # Each waiter brings a lock of its own: an interrupted waiter then leaves nothing held that
         # another one needs.
         gate = threading.Lock()
         gate.acquire()
         with self._lock:
-            if self._gates_open():
+            if self._passable():
                 return
             self._gates.append(gate)
         gate.acquire()
 
-    def _gates_open(self) -> bool:
+    def _passable(self) -> bool:
         return self._state in _ENDED
 
     # What follows is for the backends.
 
     def start(self) -> bool:
         """The operation starts; False, and nothing is to be run, when it was withdrawn."""
-        return self.move(TicketState.RUNNING, unless=TicketState.POISONED)
+        return self.move(TicketState.RUNNING, unless=_WITHDRAWN)
 
     def finish(self, value: T) -> None:
         """The operation ended with `value`."""
@@ -273,35 +276,40 @@ class Ticket(Generic[T]):
     def poison(self, failure: Failure) -> None:
         """The operation will not run, because of `failure`."""
         self._failure = failure
-        self.move(TicketState.POISONED, unless=TicketState.POISONED)
+        self.move(TicketState.POISONED, unless=_WITHDRAWN)
 
     def withdraw(self, cause: BaseException) -> None:
         """Submitting was interrupted by `cause`: unless it already runs, the operation never will."""
         if self._state is TicketState.ISSUED:
             self.poison(Failure(label=self.label, lane=self.lane, cause=cause))
 
-    def move(self, state: TicketState, *, unless: TicketState | None = None) -> bool:
+    def move(self, state: TicketState, *, unless: frozenset[TicketState] = frozenset()) -> bool:
         """Goes to `state` and wakes the waiters that this lets through.
 
         Returns:
-            Whether it did; False only when the ticket was in the state `unless`.
+            Whether it did; False only when the ticket was in one of the states `unless`.
         """
         with self._lock:
-            if self._state is unless:
+            if self._state in unless:
                 return False
             if state not in TICKET_MOVES[self._state]:
                 raise RuntimeError(
                     f"ticket {self.label!r} cannot go from {self._state.value} to {state.value}"
                 )
             self._state = state
-            if not self._gates_open():
-                return True
+        if self._passable():
+            self.open_gates()
+        return True
+
+    def open_gates(self) -> None:
+        """Lets every waiter of `pass_gate` go."""
+        with self._lock:
             gates, self._gates = self._gates, []
         for gate in gates:
             gate.release()
-        return True
 
 
+_WITHDRAWN = frozenset({TicketState.POISONED})
 _ENDED = frozenset({TicketState.DONE, TicketState.FAILED, TicketState.POISONED})
 
 
@@ -379,6 +387,7 @@ class Lane(ABC):
                 # An interrupt here must not leave a ticket that nobody will end.
                 ticket.withdraw(error)
                 raise
+        self._advance()
         return ticket
 
     def follow(self, ticket: Ticket[Any]) -> None:
@@ -396,10 +405,7 @@ class Lane(ABC):
         Failures nobody awaited are forgotten, and so are failed tickets the lane followed: the lane
         is as good as new.
         """
-        self._settle_last()
-        with self._order.lock:
-            self._followed = [ticket for ticket in self._followed if not ticket.done]
-        self._unseen.take()
+        self.finish()
 
     def drain(self) -> None:
         """Blocks until every operation submitted so far has ended.
@@ -407,11 +413,16 @@ class Lane(ABC):
         Raises:
             LaneError: One failed and nobody has awaited it; the cause is chained.
         """
-        self._settle_last()
-        failure = self._unseen.take()
-        self.settle()
+        failure = self.finish()
         if failure is not None:
             raise failure.error() from failure.cause
+
+    def finish(self) -> Failure | None:
+        """As `settle`, and returns the first failure nobody has awaited."""
+        self._settle_last()
+        with self._order.lock:
+            self._followed = [ticket for ticket in self._followed if not ticket.done]
+        return self._unseen.take()
 
     def _trace_issue(self, ticket: Ticket[Any], operation: Operation[Any]) -> None:
         trace = self._services.trace
@@ -443,7 +454,10 @@ class Lane(ABC):
     def _enqueue(
         self, ticket: Ticket[T], operation: Operation[T], dependencies: tuple[Ticket[Any], ...]
     ) -> None:
-        """Queues or runs the operation; called with the program order's lock held."""
+        """Queues the operation; called with the program order's lock held."""
+
+    def _advance(self) -> None:  # noqa: B027 - most lanes have nothing to do here
+        """Starts what was queued, where that is the submitting thread's work."""
 
 
 class UnseenFailure:
@@ -535,15 +549,10 @@ class Backend(ABC):
         Raises:
             LaneError: One failed and nobody has awaited it; the cause is chained.
         """
-        lanes = list(self._lanes.values())
-        errors: list[LaneError] = []
-        for lane in lanes:
-            try:
-                lane.drain()
-            except LaneError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        failures = [lane.finish() for lane in list(self._lanes.values())]
+        for failure in failures:
+            if failure is not None and not failure.observed:
+                raise failure.error() from failure.cause
 
     def settle(self) -> None:
         """As `drain`, but raises nothing and forgets failures: the way out of a broken step."""
@@ -551,7 +560,8 @@ class Backend(ABC):
             lane.settle()
 
     def retire(self, buffer: Tensor) -> None:
-        """A pool takes `buffer` back; nobody may read it from now on. Only `chaos` acts on it."""
+        """A pool owns `buffer` now and nobody may read it; `chaos` poisons it."""
+        del buffer
 
     @abstractmethod
     def allocate(self, nbytes: int, memory: Memory) -> Tensor:
@@ -624,7 +634,7 @@ def run_operation(
     nbytes, sequence = operation.nbytes, ticket.sequence
     trace.record(ticket.lane, ticket.label, "begin", nbytes=nbytes, sequence=sequence)
     try:
-        with _profiler_range(f"{ticket.lane}: {ticket.label}"):
+        with profiler_range(services, ticket):
             return _run_untraced(operation, services, pace)
     finally:
         trace.record(ticket.lane, ticket.label, "end", nbytes=nbytes, sequence=sequence)
@@ -645,7 +655,8 @@ def _run_untraced(
     return value, None
 
 
-def _profiler_range(name: str) -> Any:
-    from torch.profiler import record_function
-
-    return record_function(name)
+def profiler_range(services: Services, ticket: Ticket[Any]) -> AbstractContextManager[Any]:
+    """Names the operation for torch's profiler while there is a trace; else does nothing."""
+    if services.trace is None:
+        return nullcontext()
+    return record_function(f"{ticket.lane}: {ticket.label}")

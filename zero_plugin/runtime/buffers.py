@@ -220,6 +220,8 @@ class SlabPool:
         self._closed = False
         self._leases: list[Lease] = []
         self._free = self._allocate()
+        for buffer in self._free:
+            backend.retire(buffer)
         self.nbytes = round_to_pages(slab_bytes) * slabs
 
     def __repr__(self) -> str:

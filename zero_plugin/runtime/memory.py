@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import sys
@@ -41,10 +42,9 @@ def map_pages(nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
     mapping goes, which unpinning needs.
     """
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
+    # A kernel without transparent huge pages refuses; the memory is as usable.
+    with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:
-        pass  # A kernel without transparent huge pages; the memory is as usable.
     pages = (ctypes.c_uint8 * nbytes).from_buffer(mapping)
     ctypes.memset(ctypes.addressof(pages), 0, nbytes)
     return pages

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import torch
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,11 +36,11 @@ class KernelSet(Protocol):
         ...
 
     def accumulate(self, destination: Tensor, source: Tensor) -> None:
-        """destination (fp32) += source (fp32, bf16 or fp16)."""
+        """Adds: destination (fp32) += source (fp32, bf16 or fp16)."""
         ...
 
     def sum_ranks(self, destination: Tensor, parts: Sequence[Tensor], divisor: int) -> None:
-        """destination = sum of parts in order, in fp32, divided and rounded once."""
+        """Sums: destination = sum of parts in order, in fp32, divided and rounded once."""
         ...
 
     def norm_partial(self, source: Tensor) -> Any:
@@ -48,29 +49,37 @@ class KernelSet(Protocol):
 
 
 class Operation(Protocol[T_co]):
-    """One member of the closed set.
-
-    Attributes:
-        label: Names the operation in errors and traces.
-        reads: Tensors it reads.
-        writes: Tensors it writes.
-        overwrites: Those of `writes` whose every element it replaces without reading it.
-        nbytes: Bytes it writes.
-        traffic: Ledger key and bytes it adds, or None.
-    """
+    """One member of the closed set."""
 
     @property
-    def label(self) -> str: ...
+    def label(self) -> str:
+        """Names the operation in errors and traces."""
+        ...
+
     @property
-    def reads(self) -> tuple[Tensor, ...]: ...
+    def reads(self) -> tuple[Tensor, ...]:
+        """Tensors it reads."""
+        ...
+
     @property
-    def writes(self) -> tuple[Tensor, ...]: ...
+    def writes(self) -> tuple[Tensor, ...]:
+        """Tensors it writes."""
+        ...
+
     @property
-    def overwrites(self) -> tuple[Tensor, ...]: ...
+    def overwrites(self) -> tuple[Tensor, ...]:
+        """Those of `writes` whose every element it replaces without reading it."""
+        ...
+
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes it writes."""
+        ...
+
     @property
-    def traffic(self) -> tuple[str, int] | None: ...
+    def traffic(self) -> tuple[str, int] | None:
+        """Ledger key and bytes that it adds, or None."""
+        ...
 
     def run(self, kernels: KernelSet) -> T_co:
         """Does the work on the calling thread, or enqueues it on the current stream."""
@@ -78,24 +87,33 @@ class Operation(Protocol[T_co]):
 
 
 class _Base:
-    """What most operations share: nothing of their destination survives, nothing is counted."""
+    """What most operations share: they replace all they write, and count no bytes."""
 
     __slots__ = ()
 
     @property
+    def reads(self) -> tuple[Tensor, ...]:
+        """Tensors the operation reads."""
+        return ()
+
+    @property
     def writes(self) -> tuple[Tensor, ...]:
+        """Tensors the operation writes."""
         return ()
 
     @property
     def overwrites(self) -> tuple[Tensor, ...]:
+        """Those of `writes` whose every element it replaces without reading it."""
         return self.writes
 
     @property
     def nbytes(self) -> int:
+        """Bytes the operation writes."""
         return _total_bytes(self.writes)
 
     @property
     def traffic(self) -> tuple[str, int] | None:
+        """Ledger key and bytes that the operation adds, or None."""
         return None
 
 
@@ -125,7 +143,9 @@ class Copy(_Base):
                 f"copy {self.label!r} has {len(self.destinations)} destinations and "
                 f"{len(self.sources)} sources; give one source for each destination"
             )
-        for place, (destination, source) in enumerate(zip(self.destinations, self.sources)):
+        for place, (destination, source) in enumerate(
+            zip(self.destinations, self.sources, strict=True)
+        ):
             if destination.numel() != source.numel():
                 raise ValueError(
                     f"copy {self.label!r} number {place} goes from {source.numel()} elements to "
@@ -133,14 +153,17 @@ class Copy(_Base):
                 )
 
     @property
+    @override
     def reads(self) -> tuple[Tensor, ...]:
         return self.sources
 
     @property
+    @override
     def writes(self) -> tuple[Tensor, ...]:
         return self.destinations
 
     @property
+    @override
     def traffic(self) -> tuple[str, int] | None:
         # A cast across devices happens on the source's side, so what crosses is the destination's
         # dtype.
@@ -160,10 +183,7 @@ class Zero(_Base):
     label: str = "zero"
 
     @property
-    def reads(self) -> tuple[Tensor, ...]:
-        return ()
-
-    @property
+    @override
     def writes(self) -> tuple[Tensor, ...]:
         return self.destinations
 
@@ -184,14 +204,17 @@ class Accumulate(_Base):
     label: str = "accumulate"
 
     @property
+    @override
     def reads(self) -> tuple[Tensor, ...]:
         return (self.destination, self.source)
 
     @property
+    @override
     def writes(self) -> tuple[Tensor, ...]:
         return (self.destination,)
 
     @property
+    @override
     def overwrites(self) -> tuple[Tensor, ...]:
         return ()
 
@@ -213,10 +236,12 @@ class SumRanks(_Base):
     label: str = "sum_ranks"
 
     @property
+    @override
     def reads(self) -> tuple[Tensor, ...]:
         return self.parts
 
     @property
+    @override
     def writes(self) -> tuple[Tensor, ...]:
         return (self.destination,)
 
@@ -239,6 +264,7 @@ class NormPartials(_Base):
     label: str = "norm_partials"
 
     @property
+    @override
     def reads(self) -> tuple[Tensor, ...]:
         return self.sources
 
@@ -251,15 +277,15 @@ class CollectiveGroup(Protocol):
     """What collectives ask of a process group; it counts its own bytes in the ledger."""
 
     def reduce_scatter(self, output: Tensor, input: Tensor, *, tag: int) -> None:  # noqa: A002
-        """output [n] = average over ranks of input [size, n], this rank's row."""
+        """Into output [n] goes the average over ranks of input [size, n], this rank's row."""
         ...
 
     def all_gather(self, output: Tensor, input: Tensor, *, tag: int) -> None:  # noqa: A002
-        """output [size, n] = input [n] of every rank."""
+        """Into output [size, n] goes input [n] of every rank."""
         ...
 
     def all_reduce(self, output: Tensor, input: Tensor, *, tag: int) -> None:  # noqa: A002
-        """output [n] = average over ranks of input [n]."""
+        """Into output [n] goes the average over ranks of input [n]."""
         ...
 
 
@@ -284,10 +310,12 @@ class Collective(_Base):
     label: str = "collective"
 
     @property
+    @override
     def reads(self) -> tuple[Tensor, ...]:
         return (self.input,)
 
     @property
+    @override
     def writes(self) -> tuple[Tensor, ...]:
         return (self.output,)
 
@@ -328,14 +356,17 @@ class Update(_Base):
     label: str = "update"
 
     @property
+    @override
     def reads(self) -> tuple[Tensor, ...]:
         return self.updater.reads
 
     @property
+    @override
     def writes(self) -> tuple[Tensor, ...]:
         return self.updater.writes
 
     @property
+    @override
     def overwrites(self) -> tuple[Tensor, ...]:
         return ()
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 BackendName = Literal["auto", "inline", "threads", "chaos", "cuda"]
 
 
-def create_backend(
+def create_backend(  # noqa: PLR0913 - one call names all of it, by keyword
     name: BackendName,
     *,
     device: torch.device,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -73,7 +73,7 @@ def latency_for(model: LatencyModel, lane: str) -> Latency | None:
 
 
 @contextmanager
-def gradient_free() -> Iterator[None]:
+def gradient_free() -> Generator[None]:
     """Grad mode and inference mode off, as a lane's thread wants them, whatever the caller's."""
     with torch.inference_mode(mode=False), torch.no_grad():
         yield
@@ -91,6 +91,14 @@ class Job:
 class Worker:
     """A thread that runs jobs in the order they were put.
 
+    Args:
+        name: The lane's name, for the thread's.
+        services: Kernels, ledger and trace.
+        latency: Modelled time of its operations.
+        scope: Entered by the thread for as long as it lives.
+        before: Called with a job's sequence number when it is about to run.
+        ended: Called with it when it has run or never will, before its ticket ends.
+
     It refers neither to its lane nor to its backend, so that a backend that is dropped without
     `close` can be collected and its threads told to stop.
     """
@@ -102,8 +110,8 @@ class Worker:
         services: Services,
         latency: Latency | None = None,
         scope: Scope = gradient_free,
-        before: Callable[[Job], None] | None = None,
-        ended: Callable[[Job], None] | None = None,
+        before: Callable[[int], None] | None = None,
+        ended: Callable[[int], None] | None = None,
     ) -> None:
         self.unseen = UnseenFailure()
         self._services = services
@@ -147,32 +155,33 @@ class Worker:
         failure = first_failure(job.dependencies)
         ticket = job.ticket
         if failure is not None:
-            job.operation = None
-            if self._ended is not None:
-                self._ended(job)
+            self._let_go(job)
             ticket.poison(failure)
             return
         if not ticket.start():
-            job.operation = None
+            self._let_go(job)
             return
         try:
             value, error = self._execute(job)
         except BaseException as cause:  # noqa: BLE001 - a worker that died would hang every waiter
             value, error = None, cause
-        job.operation = None
-        if self._ended is not None:
-            self._ended(job)
+        self._let_go(job)
         if error is None:
             ticket.finish(value)
         else:
             self.unseen.put(ticket.fail(error))
+
+    def _let_go(self, job: Job) -> None:
+        job.operation = None
+        if self._ended is not None:
+            self._ended(job.ticket.sequence)
 
     def _execute(self, job: Job) -> tuple[Any, BaseException | None]:
         operation = job.operation
         if operation is None:
             raise RuntimeError(f"{job.ticket} was run twice")
         if self._before is not None:
-            self._before(job)
+            self._before(job.ticket.sequence)
         begun = time.perf_counter()
         pace = None
         if self._latency is not None:
