@@ -38,6 +38,7 @@ class Collectives(Protocol):
     def workspace_bytes(self) -> int: ...
     @property
     def header_bytes(self) -> int: ...
+    def use_kernels(self, kernels: KernelSet) -> None: ...
     def reduce_scatter(self, output: Tensor, rows: Tensor, call: Call) -> None: ...
     def all_gather(self, output: Tensor, shard: Tensor, call: Call) -> None: ...
     def all_reduce(self, output: Tensor, rows: Tensor, call: Call) -> None: ...
@@ -52,6 +53,9 @@ class SoloCollectives:
     header_bytes = 0
 
     def __init__(self, kernels: KernelSet | None) -> None:
+        self._kernels = kernels
+
+    def use_kernels(self, kernels: KernelSet) -> None:
         self._kernels = kernels
 
     def reduce_scatter(self, output: Tensor, rows: Tensor, call: Call) -> None:
@@ -146,6 +150,9 @@ class NcclCollectives:
     def workspace_bytes(self) -> int:
         """Bytes of device memory kept for shards whose wire and output dtypes differ."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self._scratch.values())
+
+    def use_kernels(self, kernels: KernelSet) -> None:
+        del kernels  # Everything runs on the device.
 
     def reduce_scatter(self, output: Tensor, rows: Tensor, call: Call) -> None:
         """output [n] = mean over ranks of their rows[rank]."""
@@ -328,6 +335,10 @@ class ProcessGroup:
     def workspace_bytes(self) -> int:
         """Bytes of buffers kept between calls; they stop growing once the largest call was seen."""
         return self._data.workspace_bytes + self._workspace.nbytes
+
+    def use_kernels(self, kernels: KernelSet) -> None:
+        """Sums and copies on the host go through `kernels` from now on."""
+        self._data.use_kernels(kernels)
 
     # ------------------------------------------------------------------ data
 

@@ -64,6 +64,10 @@ class PeerCollectives:
         self._kernels = kernels
         self._workspace = Workspace()
 
+    def use_kernels(self, kernels: KernelSet | None) -> None:
+        """Sums and copies go through `kernels` from now on."""
+        self._kernels = kernels
+
     @property
     def workspace_bytes(self) -> int:
         """Bytes of host memory kept between calls."""

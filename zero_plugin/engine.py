@@ -1,0 +1,715 @@
+"""The engine: one model, its optimizers, and the moments at which a framework computes.
+
+It only wires the parts together and says when: `sharding` knows where elements lie, `grads` reduces and keeps
+gradients, `optim` updates, `runtime` moves bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import Self
+
+from zero_plugin.config import ZeroConfig
+from zero_plugin.errors import BudgetError, ConfigError, EngineStateError, NonFiniteGradientError, ParameterError
+from zero_plugin.grads.norm import Clip, NormSummary, clip_factor, merge_partials, norm_of
+from zero_plugin.grads.offload import GradientShards
+from zero_plugin.grads.reducer import DTYPES, GradientReducer
+from zero_plugin.grads.scaler import LossScaler
+from zero_plugin.grads.sentinel import GradientSentinel
+from zero_plugin.kernels import Kernels, NormPartial
+from zero_plugin.optim import facade
+from zero_plugin.optim.pipeline import Buckets, StepPipeline
+from zero_plugin.optim.states import OptimizerStates
+from zero_plugin.runtime.backend import Backend
+from zero_plugin.runtime.select import create_backend
+from zero_plugin.sharding.group import ProcessGroup
+from zero_plugin.sharding.hooks import ForwardHook, GradientHooks, bump_versions
+from zero_plugin.sharding.partition import Block, ManagedParameter, collect_parameters, form_blocks
+from zero_plugin.trace import Ledger, Trace
+
+
+class _Summary:
+    """What all ranks know about one optimizer's gradients before a step."""
+
+    def __init__(self, generation: int, norm: NormSummary, present: set[int]) -> None:
+        self.generation = generation
+        self.norm = norm
+        self.present = present
+
+
+class ZeroEngine:
+    """Trains a model with sharded, offloaded optimizer states.
+
+    The model stays unwrapped and its parameters keep their identity; each optimizer object stays the user's own and
+    acts on the engine from now on. All ranks must build the engine, and call `step`, in the same order.
+
+    Args:
+        model: the module to train; its parameters and buffers are made equal to rank 0's.
+        optimizer: a torch optimizer built on `model.parameters()`, or several.
+        config: every setting.
+
+    Raises:
+        ConfigError: the settings do not fit the device.
+        ParameterError: a trainable parameter is non-leaf, duplicated, on another device or of an unsupported dtype.
+        OptimizerError: an optimizer holds foreign parameters, or is not element-wise.
+        BudgetError: the states do not fit a limit; said before anything is allocated.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], config: ZeroConfig | None = None
+    ) -> None:
+        self.model = model
+        self.config = config or ZeroConfig()
+        self.optimizers: tuple[Optimizer, ...] = (
+            (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+        )
+        if not self.optimizers:
+            raise ConfigError("the engine was given no optimizer: give one torch optimizer, or a sequence of them")
+        members = collect_parameters(model, self.optimizers)
+        self._device = _one_device(model, members)
+        self._closed = False
+        self._members: list[ManagedParameter] = []
+        self._blocks: list[Block] = []
+        self._versions: list[int] = []
+        self._ledger = Ledger(extras=("headers",))
+        self._trace = Trace() if self.config.trace is not None else None
+        self._group = ProcessGroup.create(
+            device=self._device, ledger=self._ledger, timeout_seconds=self.config.timeout_seconds
+        )
+        self._kernels = Kernels(threads=self._choose_threads(), isa=self.config.instruction_set)
+        self._group.use_kernels(self._kernels)
+        self._backend = self._make_backend()
+        self._finalizer = weakref.finalize(self, _shut_down, self._backend, self._kernels, self._group)
+        self._finalizer.atexit = True
+        self._scaler = LossScaler(self.config.loss_scale)
+        self._gradients = GradientShards(
+            self._backend,
+            self.config.gradients,
+            DTYPES[self.config.gradient_dtype] if self.config.gradient_dtype else None,
+        )
+        self._reducer = GradientReducer(self._backend, self._group, self._gradients, self.config)
+        self._pipeline = StepPipeline(
+            self._backend,
+            self._group,
+            self._gradients,
+            self.config.optimizer,
+            Buckets(gathered=lambda: self._reducer.fill_pool, chunk=lambda: self._reducer.output_pool),
+            sharded=self.config.shards_optimizer,
+        )
+        self._hooks = GradientHooks(self._reducer)
+        self._buffer_hook: ForwardHook | None = None
+        self._summaries: dict[int, _Summary] = {}
+        self._clips: dict[int, Clip] = {}
+        self._learned_order = False
+        self._consecutive_skips = 0
+        self.skipped_steps = 0
+        """Optimizer steps that were skipped for a non-finite gradient."""
+        self.step_was_skipped = False
+        """Whether the last optimizer step was skipped."""
+        try:
+            self._states = [
+                OptimizerStates(item, self._backend, self.config.optimizer) for item in self.optimizers
+            ]
+            self._equalise_ranks()
+            self._manage(members)
+            for item in self.optimizers:
+                facade.install(item, self)
+        except BaseException:
+            self.close()
+            raise
+
+    # Backward ----------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, **arguments: Any) -> None:
+        """Scale the loss, run backward, and reduce gradients on the way.
+
+        Args:
+            loss: a scalar (or any tensor, with `gradient=`).
+            **arguments: handed to `Tensor.backward`.
+        """
+        with self.backward_context():
+            self.scale_loss(loss).backward(**arguments)
+
+    @contextmanager
+    def backward_context(self) -> Iterator[None]:
+        """What `backward` does around a framework's own call of `loss.backward()`.
+
+        An exception in the backward drops the gradients of the step and is raised on.
+        """
+        self._check_open("backward")
+        self._refresh()
+        if not any(self._reducer.is_present(index) for index in range(len(self._members))):
+            self._scaler.advance()
+        self._hooks.announced = True
+        try:
+            yield
+        except BaseException:
+            self._hooks.announced = False
+            self.abort_step()
+            raise
+        self._hooks.announced = False
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._reducer.end_backward()
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale (the loss itself without loss scaling)."""
+        return loss if self._scaler.scale == 1.0 else loss * self._scaler.scale
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside are not the last of their step.
+
+        At stages 0 and 1 their gradients are added up locally and reduced once, with the last. At stage 2 every
+        backward is reduced all the same, since only the own part is kept.
+        """
+        self._check_open("no_sync")
+        before = self._reducer.deferred
+        self._reducer.deferred = True
+        try:
+            yield
+        finally:
+            self._reducer.deferred = before
+
+    # Step --------------------------------------------------------------------------------------------------------
+
+    def step(self, optimizer: Optimizer | None = None, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the weights of one optimizer, or of all.
+
+        Args:
+            optimizer: which one; None for all, in order.
+            closure: re-evaluates the model and returns the loss, as in torch.
+
+        Returns:
+            The closure's value, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for item in self.optimizers if optimizer is None else (optimizer,):
+            item.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        """Clear the gradients of all optimizers."""
+        for item in self.optimizers:
+            item.zero_grad(set_to_none=set_to_none)
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        optimizer: Optimizer | None = None,
+        *,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Clip the coming step by the norm of the averaged, unscaled gradient over all ranks.
+
+        The factor is applied inside the update, so no pass over the gradient is made for it.
+
+        Args:
+            max_norm: the norm is at most this after clipping; infinity to measure only.
+            norm_type: 2 or infinity.
+            optimizer: clip over this one's parameters; None for all together.
+            error_if_nonfinite: raise if the norm is NaN or infinite.
+
+        Returns:
+            The norm before clipping, fp32 scalar on the model's device.
+
+        Raises:
+            ConfigError: another norm, or a negative bound.
+            NonFiniteGradientError: see `error_if_nonfinite`.
+        """
+        if not max_norm >= 0:
+            raise ConfigError(f"max_norm={max_norm!r} must be 0 or more")
+        numbers = self._numbers(optimizer)
+        for number in numbers:
+            if self._clips.get(number, Clip()).value is not None:
+                raise ConfigError(
+                    "clip_grad_norm_ after clip_grad_value_ in one step is not supported: the norm of clamped "
+                    "gradients would need another pass; clip by norm first"
+                )
+        merged = merge_partials(self._summary(number).norm for number in numbers)
+        before = {self._clips.get(number, Clip()).factor for number in numbers}
+        if len(before) > 1:
+            raise ConfigError("the optimizers were clipped by different factors already: clip each one by itself")
+        factor = before.pop()
+        norm = norm_of(merged, norm_type, self._scaler.scale) * factor
+        if error_if_nonfinite and merged.nonfinite:
+            raise NonFiniteGradientError(
+                f"the gradient norm is {norm}: {self._name_nonfinite(numbers)}; lower the learning rate or the loss "
+                "scale, or pass error_if_nonfinite=False"
+            )
+        for number in numbers:
+            self._clips[number] = Clip(factor=factor * clip_factor(norm, max_norm))
+        return torch.tensor(norm, dtype=torch.float32, device=self._device)
+
+    def clip_grad_value_(self, clip_value: float, optimizer: Optimizer | None = None) -> None:
+        """Clamp every element of the averaged, unscaled gradient in the coming step.
+
+        Args:
+            clip_value: the bound on magnitudes.
+            optimizer: clip this one's parameters; None for all.
+        """
+        if not clip_value >= 0:
+            raise ConfigError(f"clip_value={clip_value!r} must be 0 or more")
+        for number in self._numbers(optimizer):
+            old = self._clips.get(number, Clip())
+            value = clip_value if old.value is None else min(clip_value, old.value)
+            self._clips[number] = Clip(factor=old.factor, value=float(value))
+
+    # Access ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def full_params(self) -> Iterator[None]:
+        """Inside, every parameter holds its full, finished weights. At stages 0 to 2 they always do after a step."""
+        self._check_open("full_params")
+        yield
+
+    @contextmanager
+    def full_grads(self) -> Iterator[None]:
+        """Inside, `Parameter.grad` holds the full averaged, unscaled, unclipped gradient, to read; a collective.
+
+        A gradient no rank has is None. Writes are not carried into the step.
+        """
+        self._check_open("full_grads")
+        present: set[int] = set()
+        for number in range(len(self.optimizers)):
+            present |= self._summary(number).present
+        sentinels: dict[int, Tensor | None] = {}
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for block in self._blocks:
+                if not any(member.index in present for member in block.parameters):
+                    continue
+                chunk, after = self._gradients.chunk(block)
+                for ticket in after:
+                    ticket.wait()
+                fulls = self._pipeline.gather_chunk(block, chunk.to(block.device))
+                for member, full in zip(block.parameters, fulls, strict=True):
+                    sentinels[member.index] = member.parameter.grad
+                    grad = full.to(block.device, torch.float32).div_(self._scaler.scale).to(block.dtype)
+                    member.parameter.grad = grad if member.index in present else None
+        try:
+            yield
+        finally:
+            for index, sentinel in sentinels.items():
+                self._members[index].parameter.grad = sentinel
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The model's state dict on the CPU of rank 0, empty on the others; all ranks call it."""
+        self._check_open("full_state_dict")
+        if self._group.rank != 0:
+            return {}
+        return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
+
+    def optimizer_state_dict(self, optimizer: Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+        """An optimizer's full state in torch's format, with the fp32 masters of low-precision weights.
+
+        A collective. Weights that user code wrote since the last step are taken into the masters first.
+
+        Args:
+            optimizer: one of the engine's.
+            rank0_only: return `{}` on other ranks.
+        """
+        self._check_open("optimizer_state_dict")
+        states = self._states[self._number(optimizer)]
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._import_foreign_writes(self._number(optimizer))
+            return states.state_dict(
+                lambda block, chunk: self._pipeline.gather_chunk(block, chunk),
+                keep=not rank0_only or self._group.rank == 0,
+            )
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Replace an optimizer's state; every rank gives the full state and keeps its slices.
+
+        Raises:
+            CheckpointError: the state does not fit; nothing is changed then.
+        """
+        self._check_open("load_optimizer_state_dict")
+        number = self._number(optimizer)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._import_foreign_writes(number)
+            self._states[number].load_state_dict(state)
+            for ours, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
+                ours.update({key: value for key, value in theirs.items() if key != "params"})
+
+    def loss_scale_state(self) -> dict[str, Any]:
+        """The loss scaler's state, plain values."""
+        return self._scaler.state_dict()
+
+    def load_loss_scale_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the loss scaler."""
+        self._scaler.load_state_dict(state)
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the present loss; 1 without loss scaling."""
+        return self._scaler.scale
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._group.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self._group.size
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Bytes of each kind of state in each tier, on this rank, staging and padding included."""
+        kinds = ("params", "master", "moments", "gradients", "activations", "staging")
+        table = {tier: dict.fromkeys(kinds, 0) for tier in ("device", "host", "nvme")}
+        table["device"]["params"] = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        states = [block for item in self._states for block in item.blocks.values()]
+        table[self.config.optimizer]["master"] = sum(item.master_bytes for item in states)
+        table[self.config.optimizer]["moments"] = sum(item.moment_bytes for item in states)
+        table[self.config.gradients]["gradients"] = self._gradients.gradient_bytes
+        table["device"]["staging"] += self._reducer.staging_bytes + self._group.workspace_bytes
+        table[self.config.gradients]["staging"] += self._gradients.staging_bytes
+        table[self.config.optimizer]["staging"] += self._pipeline.staging_bytes
+        return table
+
+    def ledger(self) -> dict[str, int]:
+        """Bytes this rank moved since the start, by direction and collective."""
+        return self._ledger.snapshot()
+
+    @property
+    def peak_gradient_bytes(self) -> int:
+        """Most bytes of device memory that unreduced gradients took at once."""
+        return self._reducer.peak_live_bytes
+
+    # Lifetime ----------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight; raises the error of an operation that failed."""
+        self._check_open("drain")
+        self._backend.drain()
+
+    def abort_step(self) -> None:
+        """Drop the gradients of a broken step and bring the lanes to rest; weights and states are untouched."""
+        if self._closed:
+            return
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._reducer.abort()
+            self._summaries.clear()
+            self._clips.clear()
+            if self._group.size == 1:
+                self._backend.settle()
+
+    def close(self) -> None:
+        """Stop threads, free buffers and take the hooks off; idempotent. The model is plain afterwards."""
+        if self._closed:
+            return
+        self._closed = True
+        self._hooks.remove()
+        if self._buffer_hook is not None:
+            self._buffer_hook.remove()
+        for item in self.optimizers:
+            if getattr(item, "zero_host", None) is self:
+                facade.release(item)
+        for member in self._members:
+            if isinstance(member.parameter.grad, GradientSentinel):
+                member.parameter.grad = None
+        self._reducer.release()
+        if self._group.size == 1:
+            self._backend.settle()
+        for part in (self._reducer, self._gradients, self._pipeline):
+            part.close()
+        self._finalizer()
+        if self._trace is not None and self.config.trace is not None:
+            self._trace.write_chrome(_trace_path(self.config.trace, self._group.rank, self._group.size))
+
+    def __enter__(self) -> Self:
+        """The engine itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    # What facades call ---------------------------------------------------------------------------------------------
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        """One optimizer's step; `optimizer.step()` comes here."""
+        self._check_open("step")
+        number = self._number(optimizer)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            summary = self._summary(number)
+            clip = self._clips.pop(number, Clip())
+            self._learn_order()
+            self._reducer.spent.add(number)
+            self.step_was_skipped = False
+            if summary.norm.nonfinite and self.config.nonfinite != "propagate":
+                self._skip(number)
+                return
+            self._consecutive_skips = 0
+            self._scaler.record(overflow=False)
+            self._update(number, summary, Clip(factor=clip.factor / self._scaler.scale, value=clip.value))
+
+    def optimizer_zero_grad(self, optimizer: Optimizer, *, set_to_none: bool) -> None:
+        """Clear one optimizer's gradients; `optimizer.zero_grad()` comes here."""
+        self._check_open("zero_grad")
+        number = self._number(optimizer)
+        self._clips.pop(number, None)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if set_to_none:
+                self._reducer.clear([number])
+            else:
+                for member in self._members:
+                    if member.optimizer == number and self._reducer.is_present(member.index):
+                        self._reducer.zero(member.index)
+        managed = {id(member.parameter) for member in self._members}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in managed:
+                    parameter.grad = None
+
+    def parameters_changed(self, optimizer: Optimizer) -> None:
+        """A param group was added to an optimizer."""
+        self._number(optimizer)
+        self._refresh()
+
+    # Inside ------------------------------------------------------------------------------------------------------
+
+    def _update(self, number: int, summary: _Summary, clip: Clip) -> None:
+        self._import_foreign_writes(number)
+        states = self._states[number]
+        plan = states.plan(lambda index: index in summary.present)
+        tickets = self._pipeline.run(plan, states.blocks, states.rule, clip)
+        for ticket in tickets:
+            ticket.on(self._backend.compute)
+            ticket.wait()
+        updated = [
+            item.block.parameters[position] for item in plan.blocks for position in item.positions
+        ]
+        bump_versions([member.parameter for member in updated])
+        for member in updated:
+            self._versions[member.index] = member.parameter._version
+
+    def _summary(self, number: int) -> _Summary:
+        """Bring all ranks to the same gradients of an optimizer and agree on norm and presence."""
+        known = self._summaries.get(number)
+        if known is not None and known.generation == self._reducer.generation:
+            return known
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._refresh()
+            self._reducer.finalize()
+            blocks = [block for block in self._blocks if block.optimizer == number]
+            norm = self._gradients.summarise(blocks)
+            members = [member.index for block in blocks for member in block.parameters]
+            present = {index for index in members if self._reducer.is_present(index)}
+            if self._group.size > 1:
+                norm, present = self._agree(norm, members, present)
+        summary = _Summary(self._reducer.generation, norm, present)
+        self._summaries[number] = summary
+        return summary
+
+    def _agree(self, norm: NormSummary, members: list[int], present: set[int]) -> tuple[NormSummary, set[int]]:
+        flags = torch.tensor([index in present for index in members], dtype=torch.int64)
+        rows = self._group.exchange(torch.cat([norm.to_tensor(), flags]))
+        words = NormPartial.NUM_WORDS
+        partials = [NormPartial.from_tensor(row[:words]) for row in rows]
+        # Without sharding every rank holds the whole gradient, and all the same one.
+        merged = merge_partials(partials) if self.config.shards_optimizer else partials[0]
+        union = torch.stack([row[words:] for row in rows]).amax(dim=0).tolist() if members else []
+        return merged, {index for index, seen in zip(members, union, strict=True) if seen}
+
+    def _skip(self, number: int) -> None:
+        """A non-finite gradient: no weight changes."""
+        where = self._name_nonfinite([number])
+        scale = self._scaler.scale
+        exhausted = self._scaler.exhausted
+        self._scaler.record(overflow=True)
+        self.step_was_skipped = True
+        self.skipped_steps += 1
+        self._consecutive_skips += 1
+        cure = (
+            "look for the first operation that overflows (torch.autograd.set_detect_anomaly), lower the learning rate, "
+            "or set nonfinite='propagate' for plain torch's behaviour"
+        )
+        if self.config.nonfinite == "raise":
+            raise NonFiniteGradientError(f"{where}; no weight was changed; {cure}")
+        if exhausted and self._consecutive_skips >= self.config.nonfinite_patience:
+            raise NonFiniteGradientError(
+                f"{where}, for {self._consecutive_skips} steps in a row at loss scale {scale:g}; no weight was changed "
+                f"in them; {cure}"
+            )
+        if exhausted:
+            warnings.warn(f"step skipped: {where} (loss scale {scale:g})", RuntimeWarning, stacklevel=4)
+
+    def _name_nonfinite(self, numbers: Sequence[int]) -> str:
+        blocks = [block for block in self._blocks if block.optimizer in numbers]
+        names = self._gradients.find_nonfinite(blocks)
+        if not names:
+            return "a gradient is NaN or infinite in another rank's part"
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return f"the gradient of {shown} is NaN or infinite"
+
+    def _import_foreign_writes(self, number: int) -> None:
+        """Take weights that user code wrote (load_state_dict, EMA swaps) into the masters, on all ranks."""
+        members = [member for member in self._members if member.optimizer == number]
+        changed = [
+            member.parameter._version != self._versions[member.index] or member.moved for member in members
+        ]
+        if self._group.size > 1:
+            rows = self._group.exchange(torch.tensor(changed, dtype=torch.int64))
+            changed = torch.stack(rows).amax(dim=0).bool().tolist() if members else []
+        indices = {member.index for member, seen in zip(members, changed, strict=True) if seen}
+        if indices:
+            self._states[number].import_weights(indices)
+            for index in indices:
+                self._versions[index] = self._members[index].parameter._version
+
+    def _learn_order(self) -> None:
+        """After the first backward, launch blocks in the order in which rank 0's gradients completed them."""
+        if self._learned_order or len(self.optimizers) > 1:
+            return
+        self._learned_order = True
+        order = self._reducer.completion_order
+        if self._group.size > 1:
+            order = self._group.exchange(torch.tensor(order, dtype=torch.int64))[0].tolist()
+        self._reducer.reorder(order)
+
+    def _refresh(self) -> None:
+        """Manage parameters that became trainable or were added to an optimizer."""
+        managed = {id(member.parameter) for member in self._members}
+        if all(
+            id(parameter) in managed or not parameter.requires_grad
+            for item in self.optimizers
+            for group in item.param_groups
+            for parameter in group["params"]
+        ):
+            return
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._reducer.end_backward()
+            self._manage(collect_parameters(self.model, self.optimizers, known=self._members))
+
+    def _manage(self, members: list[ManagedParameter]) -> None:
+        if not members:
+            return
+        sharded = self.config.shards_optimizer
+        blocks = form_blocks(
+            members,
+            shards=self._group.size if sharded else 1,
+            rank=self._group.rank if sharded else 0,
+            wire_bytes=DTYPES[self.config.reduce_dtype].itemsize,
+            limit=self.config.bucket_size,
+            first_index=len(self._blocks),
+        )
+        self._check_budget(blocks)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._members += members
+            self._versions += [member.parameter._version for member in members]
+            self._blocks += blocks
+            self._gradients.add_blocks(blocks)
+            for number, states in enumerate(self._states):
+                states.add_blocks([block for block in blocks if block.optimizer == number])
+            self._reducer.add_blocks(blocks)
+            self._pipeline.add_blocks({i: s for item in self._states for i, s in item.blocks.items()})
+            for member in members:
+                self._hooks.attach(member)
+
+    def _check_budget(self, blocks: Sequence[Block]) -> None:
+        """Refuse before allocating when the states would not fit a limit."""
+        need = {"device": 0, "host": 0, "nvme": 0}
+        held = self.memory()
+        for tier in need:
+            need[tier] = sum(held[tier].values())
+        for block in blocks:
+            states = self._states[block.optimizer]
+            aliased = self.config.optimizer == "device" and block.dtype == torch.float32
+            need[self.config.optimizer] += block.chunk * 4 * (states.num_states + (not aliased))
+            need[self.config.gradients] += block.chunk * self._gradients.dtype(block).itemsize
+        for tier in ("device", "host"):
+            limit = self.config.limit(tier)
+            if limit is not None and need[tier] > limit:
+                raise BudgetError(
+                    f"the states need {need[tier]:,} bytes of {tier} memory on rank {self._group.rank}, and "
+                    f"{tier}_limit is {limit:,}: raise it, use more processes, or place optimizer or gradients elsewhere"
+                )
+
+    def _equalise_ranks(self) -> None:
+        """Make parameters and buffers equal to rank 0's, as DistributedDataParallel does."""
+        if self._group.size == 1:
+            return
+        with torch.inference_mode(mode=False), torch.no_grad():
+            tensors = [item.data for item in (*self.model.parameters(), *self.model.buffers())]
+            self._group.broadcast(tensors)
+        if self.config.broadcast_buffers and any(True for _ in self.model.buffers()):
+            self._buffer_hook = ForwardHook(self.model, self.broadcast_buffers)
+
+    def broadcast_buffers(self) -> None:
+        """Send rank 0's buffers to all ranks; before each training forward, all ranks."""
+        if self._group.size > 1 and self.config.broadcast_buffers and self.model.training and torch.is_grad_enabled():
+            with torch.inference_mode(mode=False), torch.no_grad():
+                self._group.broadcast([item.data for item in self.model.buffers()])
+
+    def _make_backend(self) -> Backend:
+        name = self.config.backend if self.config.overlap else "inline"
+        return create_backend(
+            name,
+            device=self._device,
+            kernels=self._kernels,
+            trace=self._trace,
+            ledger=self._ledger,
+            seed=self.config.backend_seed,
+        )
+
+    def _choose_threads(self) -> int:
+        if self.config.threads is not None:
+            return self.config.threads
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        here = zlib.crc32(socket.gethostname().encode())
+        hosts = self._group.exchange(torch.tensor([here], dtype=torch.int64))
+        return max(1, cores // sum(int(row[0]) == here for row in hosts))
+
+    def _number(self, optimizer: Optimizer) -> int:
+        for number, item in enumerate(self.optimizers):
+            if item is optimizer:
+                return number
+        raise EngineStateError(
+            f"{type(optimizer).__name__} is not one of this engine's optimizers: give it to ZeroEngine(model, [...])"
+        )
+
+    def _numbers(self, optimizer: Optimizer | None) -> list[int]:
+        return list(range(len(self.optimizers))) if optimizer is None else [self._number(optimizer)]
+
+    def _check_open(self, action: str) -> None:
+        if self._closed:
+            raise EngineStateError(f"{action} was called after engine.close(): build a new engine")
+
+
+def _one_device(model: nn.Module, members: Sequence[ManagedParameter]) -> torch.device:
+    devices = {member.parameter.device for member in members} or {p.device for p in model.parameters()}
+    if len(devices) > 1:
+        raise ParameterError(
+            f"trainable parameters lie on several devices ({', '.join(sorted(map(str, devices)))}): move the model to "
+            "one device; the engine shards over processes, not over devices of one process"
+        )
+    return devices.pop() if devices else torch.device("cpu")
+
+
+def _shut_down(backend: Backend, kernels: Kernels, group: ProcessGroup) -> None:
+    group.close()
+    backend.close()
+    kernels.close()
+
+
+def _trace_path(path: Any, rank: int, size: int) -> Any:
+    from pathlib import Path
+
+    base = Path(path)
+    return base if size == 1 else base.with_name(f"{base.stem}.rank{rank}{base.suffix}")

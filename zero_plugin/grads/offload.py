@@ -1,0 +1,261 @@
+"""Reduced gradients in their tier: one chunk a block, added up over micro-batches in fp32.
+
+The first contribution of a step is written straight into the block's chunk in the gradient dtype (2 bytes an element
+for bf16). A second one promotes the chunk to fp32 and adds, so low-precision gradients are never summed in low
+precision, and a run without accumulation never pays for the wider buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_plugin.config import Tier
+from zero_plugin.grads.norm import NormSummary, merge_partials
+from zero_plugin.runtime.backend import Backend, Ticket
+from zero_plugin.runtime.buffers import Lease, SlabPool
+from zero_plugin.runtime.operations import Accumulate, Copy, NormPartials, Zero
+from zero_plugin.sharding.partition import Block
+
+
+@dataclass(kw_only=True, slots=True)
+class _Shard:
+    """What one block holds."""
+
+    low: Tensor
+    wide: Tensor | None
+    in_wide: bool
+    contributions: int = 0
+    ready: Ticket[Any] | None = None
+    norm: Ticket[Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """Where one contribution goes.
+
+    Attributes:
+        chunk: the destination in the gradient tier, gradient dtype.
+        lease: the staging slab it lies in when it must still be added, else None.
+        after: what must have ended before `chunk` is written.
+    """
+
+    chunk: Tensor
+    lease: Lease | None
+    after: tuple[Ticket[Any], ...]
+
+
+class GradientShards:
+    """The gradient chunks of all blocks.
+
+    Args:
+        backend: lanes and memory.
+        tier: where the chunks lie, `device` or `host`.
+        gradient_dtype: dtype of a contribution, or None for the parameter's own.
+    """
+
+    def __init__(self, backend: Backend, tier: Tier, gradient_dtype: torch.dtype | None) -> None:
+        self._backend = backend
+        self._tier: Tier = tier
+        self._gradient_dtype = gradient_dtype
+        self._shards: dict[int, _Shard] = {}
+        self._blocks: dict[int, Block] = {}
+        self._widest = 2
+        self._staging: SlabPool | None = None
+        kind = "device" if tier == "device" else "host"
+        self._lane = backend.lane("gradients", kind)
+
+    @property
+    def tier(self) -> Tier:
+        """Where the chunks lie."""
+        return self._tier
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all chunks, fp32 accumulators included."""
+        total = 0
+        for shard in self._shards.values():
+            total += shard.low.numel() * shard.low.element_size()
+            if shard.wide is not None and shard.wide is not shard.low:
+                total += shard.wide.numel() * shard.wide.element_size()
+        return total
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the staging slabs."""
+        return 0 if self._staging is None else self._staging.nbytes
+
+    def dtype(self, block: Block) -> torch.dtype:
+        """Dtype of one contribution of a block."""
+        return self._gradient_dtype or block.dtype
+
+    def add_blocks(self, blocks: Sequence[Block]) -> None:
+        """Reserve a zeroed chunk for each block."""
+        for block in blocks:
+            dtype = self.dtype(block)
+            low = self._allocate(block.chunk, dtype)
+            wide = low if dtype == torch.float32 else None
+            self._shards[block.index] = _Shard(low=low, wide=wide, in_wide=wide is not None)
+            self._blocks[block.index] = block
+
+    def arrive(self, block: Block, *, exact: bool) -> Arrival:
+        """Say where the next contribution of a block must be written.
+
+        Args:
+            block: the block.
+            exact: the contribution is itself a sum over micro-batches, so it is kept in fp32.
+        """
+        shard = self._shards[block.index]
+        dtype = torch.float32 if exact else self.dtype(block)
+        if shard.contributions:
+            lease = self._staging_pool(dtype).acquire(f"gradient of {block.name}")
+            return Arrival(chunk=lease.tensor(dtype, block.chunk), lease=lease, after=())
+        shard.in_wide = dtype == torch.float32
+        chunk = self._wide(block, shard) if shard.in_wide else shard.low
+        return Arrival(chunk=chunk, lease=None, after=_tickets(shard.ready))
+
+    def commit(self, block: Block, arrival: Arrival, written: Ticket[Any], *, last: bool) -> None:
+        """Count a contribution whose bytes are on their way.
+
+        Args:
+            block: the block.
+            arrival: what `arrive` said.
+            written: ticket of the operation that fills `arrival.chunk`.
+            last: whether a step may follow, so that the norm is worth computing now.
+        """
+        shard = self._shards[block.index]
+        shard.norm = None
+        shard.contributions += 1
+        if arrival.lease is None:
+            shard.ready = written
+        else:
+            wide = self._promote(block, shard)
+            shard.ready = self._lane.submit(
+                Accumulate(destination=wide, source=arrival.chunk), after=(written, *_tickets(shard.ready))
+            )
+            arrival.lease.release(after=shard.ready)
+        if last:
+            self._start_norm(shard)
+
+    def chunk(self, block: Block) -> tuple[Tensor, tuple[Ticket[Any], ...]]:
+        """A block's summed gradient and what to wait for before it is read."""
+        shard = self._shards[block.index]
+        return self._current(shard), _tickets(shard.ready)
+
+    def read_by(self, block: Block, ticket: Ticket[Any]) -> None:
+        """Keep the chunk from being overwritten before `ticket` (a reader of it) has ended."""
+        self._shards[block.index].ready = ticket
+
+    def is_empty(self, block: Block) -> bool:
+        """Whether no contribution arrived since the last clear."""
+        return self._shards[block.index].contributions == 0
+
+    def summarise(self, blocks: Sequence[Block]) -> NormSummary:
+        """Norm partials of this rank's chunks, block by block in order; waits for the gradients.
+
+        Blocks without a contribution count as absent.
+        """
+        tickets: list[Ticket[Any]] = []
+        for block in blocks:
+            shard = self._shards[block.index]
+            if shard.contributions == 0:
+                continue
+            if shard.norm is None:
+                self._start_norm(shard)
+            if shard.norm is not None:
+                tickets.append(shard.norm)
+        return merge_partials([partial for ticket in tickets for partial in ticket.wait()])
+
+    def wait(self) -> None:
+        """Wait for every gradient on its way."""
+        for shard in self._shards.values():
+            if shard.ready is not None:
+                shard.ready.wait()
+
+    def clear(self, blocks: Sequence[Block]) -> None:
+        """Forget the contributions of whole blocks; bytes in flight land and are then overwritten."""
+        for block in blocks:
+            shard = self._shards[block.index]
+            shard.contributions = 0
+            shard.norm = None
+
+    def zero_member(self, block: Block, position: int) -> None:
+        """Set one member's gradient to zero, in order with what is in flight."""
+        shard = self._shards[block.index]
+        chunk, after = self.chunk(block)
+        shard.norm = None
+        shard.ready = self._lane.submit(Zero(destinations=(block.own_view(chunk, position),)), after=after)
+
+    def find_nonfinite(self, blocks: Sequence[Block]) -> list[str]:
+        """Names of the members with a NaN or infinite element in this rank's chunks."""
+        names: list[str] = []
+        for block in blocks:
+            if self.is_empty(block):
+                continue
+            chunk, after = self.chunk(block)
+            for ticket in after:
+                ticket.wait()
+            names += [
+                member.name
+                for position, member in enumerate(block.parameters)
+                if not torch.isfinite(block.own_view(chunk, position)).all()
+            ]
+        return names
+
+    def close(self) -> None:
+        """Give the staging slabs back."""
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
+
+    def _start_norm(self, shard: _Shard) -> None:
+        shard.norm = self._lane.submit(NormPartials(sources=(self._current(shard),)), after=_tickets(shard.ready))
+        shard.ready = shard.norm
+
+    @staticmethod
+    def _current(shard: _Shard) -> Tensor:
+        return shard.wide if shard.in_wide and shard.wide is not None else shard.low
+
+    def _wide(self, block: Block, shard: _Shard) -> Tensor:
+        if shard.wide is None:
+            shard.wide = self._allocate(block.chunk, torch.float32)
+        return shard.wide
+
+    def _promote(self, block: Block, shard: _Shard) -> Tensor:
+        wide = self._wide(block, shard)
+        if not shard.in_wide:
+            shard.ready = self._lane.submit(
+                Copy(destinations=(wide,), sources=(shard.low,)), after=_tickets(shard.ready)
+            )
+            shard.in_wide = True
+        return wide
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        raw = self._backend.allocate(max(numel * dtype.itemsize, 64), "device" if self._tier == "device" else "host")
+        raw.zero_()
+        return raw[: numel * dtype.itemsize].view(dtype)
+
+    def _staging_pool(self, dtype: torch.dtype) -> SlabPool:
+        self._widest = max(self._widest, dtype.itemsize)
+        largest = max(block.chunk for block in self._blocks.values()) * self._widest
+        if self._staging is not None and self._staging.slab_bytes < largest:
+            self._staging.close()
+            self._staging = None
+        if self._staging is None:
+            self._staging = SlabPool(
+                name="gradient staging",
+                backend=self._backend,
+                slab_bytes=largest,
+                slabs=2,
+                memory="device" if self._tier == "device" else "host",
+                setting="bucket_bytes",
+            )
+        return self._staging
+
+
+def _tickets(ticket: Ticket[Any] | None) -> tuple[Ticket[Any], ...]:
+    return () if ticket is None else (ticket,)

@@ -1,0 +1,85 @@
+"""The factor on the loss that keeps fp16 gradients in range.
+
+Dynamic scaling follows torch's GradScaler: halve when a gradient overflows, double after 2000 steps without. The scale
+is always a power of two, so that scaling and unscaling round nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from zero_plugin.errors import CheckpointError
+
+_INITIAL = 65536.0
+_GROWTH_INTERVAL = 2000
+_LARGEST = 2.0**24
+_SMALLEST = 1.0
+
+
+class LossScaler:
+    """The loss scale and its history.
+
+    Args:
+        setting: `ZeroConfig.loss_scale`.
+    """
+
+    def __init__(self, setting: float | Literal["dynamic"] | None) -> None:
+        self._dynamic = setting == "dynamic"
+        self._scale = _INITIAL if self._dynamic else float(setting or 1.0)
+        self._good_steps = 0
+        self._next: float | None = None
+
+    @property
+    def scale(self) -> float:
+        """The factor on the present loss."""
+        return self._scale
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether an overflow lowers the scale."""
+        return self._dynamic
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the scale cannot be lowered any further."""
+        return not self._dynamic or (self._next or self._scale) <= _SMALLEST
+
+    def record(self, *, overflow: bool) -> None:
+        """Note one step's outcome; the scale changes at the next `advance`."""
+        if not self._dynamic:
+            return
+        base = self._next or self._scale
+        if overflow:
+            self._next = max(base / 2, _SMALLEST)
+            self._good_steps = 0
+            return
+        self._good_steps += 1
+        if self._good_steps >= _GROWTH_INTERVAL:
+            self._next = min(base * 2, _LARGEST)
+            self._good_steps = 0
+
+    def advance(self) -> None:
+        """Take on a pending scale; only while no gradient of the old scale is alive."""
+        if self._next is not None:
+            self._scale = self._next
+            self._next = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values that restore the scaler."""
+        return {"scale": self._next or self._scale, "good_steps": self._good_steps, "dynamic": self._dynamic}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore.
+
+        Raises:
+            CheckpointError: the state lacks a key or holds a scale that is not a positive number.
+        """
+        try:
+            scale, good_steps = float(state["scale"]), int(state["good_steps"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"loss scale state {dict(state)!r} lacks a usable 'scale' or 'good_steps'") from error
+        if not scale > 0:
+            raise CheckpointError(f"loss scale state holds scale={scale!r}: it must be above 0")
+        if self._dynamic:
+            self._scale, self._good_steps, self._next = scale, good_steps, None

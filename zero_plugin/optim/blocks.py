@@ -1,0 +1,229 @@
+"""Optimizer states of each block in their tier, and the table that the compiled update walks.
+
+A block's states are one contiguous region `[master | state 0 | state 1]`, so a tier can read or write a block with one
+request. Where the optimizer's tier is the device and the compute weights are fp32 already, the weights themselves are
+the master: nothing is stored twice and nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from zero_plugin.config import Tier
+from zero_plugin.grads.norm import Clip
+from zero_plugin.kernels import Kernels
+from zero_plugin.optim.fallback import ForeignBlock
+from zero_plugin.optim.reference import update as reference_update
+from zero_plugin.optim.rule import Rule
+from zero_plugin.runtime.backend import Backend
+from zero_plugin.sharding.layout import UNIT, round_up
+from zero_plugin.sharding.partition import Block
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(kw_only=True, slots=True)
+class BlockStates:
+    """One block's fp32 master and moments on this rank.
+
+    Attributes:
+        block: the block.
+        tier: where they lie.
+        master: fp32 [chunk], or None when the compute weights are the master.
+        states: fp32 [chunk] each, in the rule's order; empty for a foreign optimizer.
+        foreign: the torch optimizer that runs this block, for optimizers without a compiled rule.
+    """
+
+    block: Block
+    tier: Tier
+    master: Tensor | None
+    states: tuple[Tensor, ...]
+    foreign: ForeignBlock | None = None
+
+    def master_view(self, position: int) -> Tensor:
+        """This rank's slice of a member's fp32 master."""
+        if self.master is not None:
+            return self.block.own_view(self.master, position)
+        part = self.block.own_slice(position)
+        return self.block.parameters[position].alias.narrow(0, part.start, part.numel)
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of the master; 0 where the compute weights serve."""
+        return 0 if self.master is None else self.master.numel() * 4
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of the optimizer's states."""
+        if self.foreign is not None:
+            return self.foreign.state_bytes
+        return sum(state.numel() * 4 for state in self.states)
+
+    def import_weights(self, positions: Sequence[int]) -> None:
+        """Copy the compute weights of some members into the master (start, or after a write of the user's)."""
+        for position in positions:
+            member = self.block.parameters[position]
+            if member.moved:
+                member.refresh_alias()
+            if self.master is not None:
+                part = self.block.own_slice(position)
+                self.master_view(position).copy_(member.alias.narrow(0, part.start, part.numel))
+
+
+def allocate_states(
+    backend: Backend, block: Block, tier: Tier, *, num_states: int, fills: Sequence[float]
+) -> BlockStates:
+    """Reserve a block's region and import the master from the weights.
+
+    Args:
+        backend: allocates the memory.
+        block: whose states.
+        tier: where they lie.
+        num_states: fp32 states beside the master.
+        fills: initial value of each state.
+    """
+    memory = "device" if tier == "device" else "host"
+    aliased = tier == "device" and block.dtype == torch.float32
+    count = num_states + (not aliased)
+    stride = round_up(block.chunk * 4, UNIT * 4)
+    region = backend.allocate(max(count * stride, 64), memory)
+    region.zero_()
+    parts = [region[i * stride : i * stride + block.chunk * 4].view(torch.float32) for i in range(count)]
+    master = None if aliased else parts.pop(0)
+    states = BlockStates(block=block, tier=tier, master=master, states=tuple(parts))
+    for part, fill in zip(parts, fills, strict=True):
+        if fill:
+            for position in range(len(block.parameters)):
+                block.own_view(part, position).fill_(fill)
+    states.import_weights(range(len(block.parameters)))
+    return states
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockUpdate:
+    """One block's update as data, run on a lane.
+
+    Attributes:
+        states: what is updated.
+        positions: members that have a gradient.
+        gradient: the summed gradient chunk.
+        output: low-precision chunk to write, or None when the master is what is published.
+        direct: write the compute weights themselves (one shard, same tier), no chunk between.
+        rule: the compiled rule, None for a foreign optimizer.
+        hyper: [rows, 16] hyper-parameters, float64.
+        rows: hyper row of each position in `positions`.
+        clip: factor (clip and unscale together) and value bound.
+        groups: param-group options of each position, for a foreign optimizer.
+    """
+
+    states: BlockStates
+    positions: tuple[int, ...]
+    gradient: Tensor
+    output: Tensor | None
+    direct: bool
+    rule: Rule | None
+    hyper: Tensor
+    rows: Int64
+    clip: Clip
+    groups: tuple[Mapping[str, Any], ...]
+
+    @property
+    def reads(self) -> tuple[Tensor, ...]:
+        """What the update reads only."""
+        return (self.gradient,)
+
+    @property
+    def writes(self) -> tuple[Tensor, ...]:
+        """What the update changes."""
+        own = (self.states.master, self.output)
+        return (*(tensor for tensor in own if tensor is not None), *self.states.states)
+
+    def apply(self, kernels: Kernels) -> None:
+        """Update the block."""
+        if self.rule is None:
+            self._apply_foreign()
+        elif self.gradient.is_cpu:
+            kernels.update(
+                self.rule.native_id,
+                torch.from_numpy(self._segments()),
+                self.hyper,
+                gradient_dtype=self.gradient.dtype,
+                output_dtype=self._output_dtype,
+                scale=self.clip.factor,
+                clip_value=self.clip.value,
+            )
+        else:
+            self._apply_reference(self.rule)
+
+    @property
+    def _output_dtype(self) -> torch.dtype | None:
+        return self.states.block.dtype if self.direct or self.output is not None else None
+
+    def _target(self, position: int) -> Tensor | None:
+        block = self.states.block
+        if self.direct:
+            part = block.own_slice(position)
+            return block.parameters[position].alias.narrow(0, part.start, part.numel)
+        return None if self.output is None else block.own_view(self.output, position)
+
+    def _segments(self) -> Int64:
+        block, states = self.states.block, self.states
+        positions = np.asarray(self.positions, dtype=np.int64)
+        offsets = np.asarray(block.layout.offsets, dtype=np.int64)[positions]
+        numels = np.asarray([block.own_slice(p).numel for p in self.positions], dtype=np.int64)
+        table = np.zeros((len(positions), 7), dtype=np.int64)
+        if states.master is not None:
+            table[:, 0] = states.master.data_ptr() + 4 * offsets
+        else:
+            table[:, 0] = [states.master_view(p).data_ptr() for p in self.positions]
+        for column, state in enumerate(states.states, start=1):
+            table[:, column] = state.data_ptr() + 4 * offsets
+        table[:, 3] = self.gradient.data_ptr() + self.gradient.element_size() * offsets
+        if self.output is not None:
+            table[:, 4] = self.output.data_ptr() + self.output.element_size() * offsets
+        elif self.direct:
+            starts = np.asarray([block.own_slice(p).start for p in self.positions], dtype=np.int64)
+            bases = np.asarray([block.parameters[p].alias.data_ptr() for p in self.positions], dtype=np.int64)
+            table[:, 4] = bases + block.dtype.itemsize * starts
+        table[:, 5] = numels
+        table[:, 6] = self.rows
+        return table[numels > 0]
+
+    def _apply_reference(self, rule: Rule) -> None:
+        block = self.states.block
+        for position, row in zip(self.positions, self.rows, strict=True):
+            if block.own_slice(position).numel == 0:
+                continue
+            reference_update(
+                rule,
+                master=self.states.master_view(position),
+                states=tuple(block.own_view(state, position) for state in self.states.states),
+                gradient=block.own_view(self.gradient, position),
+                output=self._target(position),
+                hyper=tuple(self.hyper[int(row)].tolist()),
+                scale=self.clip.factor,
+                clip_value=self.clip.value,
+            )
+
+    def _apply_foreign(self) -> None:
+        block, foreign = self.states.block, self.states.foreign
+        if foreign is None:
+            return
+        gradients: dict[int, Tensor] = {}
+        for position in self.positions:
+            gradient = block.own_view(self.gradient, position).float() * self.clip.factor
+            if self.clip.value is not None:
+                gradient = gradient.clamp_(-self.clip.value, self.clip.value)
+            gradients[position] = gradient
+        foreign.step(gradients, dict(zip(self.positions, self.groups, strict=True)))
+        for position in self.positions:
+            target = self._target(position)
+            if target is not None:
+                target.copy_(self.states.master_view(position))

@@ -1,0 +1,154 @@
+"""The user's own optimizer object, acting on the engine.
+
+The object is re-classed in place, so everything that holds it (schedulers, callbacks, frameworks) goes on working and
+there are never two optimizers of which one silently does nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+from typing_extensions import Self
+
+from zero_plugin.errors import EngineStateError
+
+
+class OptimizerHost(Protocol):
+    """What a facade asks of the engine."""
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        """Update the optimizer's parameters."""
+        ...
+
+    def optimizer_zero_grad(self, optimizer: Optimizer, *, set_to_none: bool) -> None:
+        """Clear its gradients."""
+        ...
+
+    def optimizer_state_dict(self, optimizer: Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+        """Its full state in torch's format; a collective."""
+        ...
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Replace its state from torch's format; a collective."""
+        ...
+
+    def parameters_changed(self, optimizer: Optimizer) -> None:
+        """A param group was added."""
+        ...
+
+
+class FacadeMixin(Optimizer):
+    """Overrides that send an optimizer's work to the engine."""
+
+    zero_plain_class: type[Optimizer]
+    zero_host: OptimizerHost | None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Run the closure, if any, with gradients on, then the engine's step."""
+        host = self._host("step")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        host.optimizer_step(self)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        """Clear the gradients that the engine owns, and plain ones of parameters it does not manage."""
+        self._host("zero_grad").optimizer_zero_grad(self, set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The full state in torch's format, the same on every rank; all ranks must call it."""
+        host = self._host("state_dict")
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        state = host.optimizer_state_dict(self)
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            changed = hook(self, state)
+            if changed is not None:
+                state = changed
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load torch's format; every rank gives the full state and keeps its slices."""
+        host = self._host("load_state_dict")
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            if changed is not None:
+                state_dict = changed
+        host.load_optimizer_state_dict(self, state_dict)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its parameters are managed from the next backward on."""
+        super().add_param_group(param_group)
+        host = self.__dict__.get("zero_host")
+        if host is not None:
+            try:
+                host.parameters_changed(self)
+            except BaseException:
+                self.param_groups.pop()
+                raise
+
+    def _host(self, action: str) -> OptimizerHost:
+        if self.zero_host is None:
+            raise EngineStateError(
+                f"{self.zero_plain_class.__name__}.{action}() was called after its engine was closed: the optimizer "
+                "states are gone; build a new optimizer, or save optimizer.state_dict() before engine.close()"
+            )
+        return self.zero_host
+
+    @classmethod
+    def over(cls, plain: type[Optimizer]) -> type[Self]:
+        """The facade class of a torch optimizer class."""
+        made: Any = type(
+            f"Zero{plain.__name__}",
+            (cls, plain),
+            {"zero_plain_class": plain, "__module__": __name__, "__doc__": f"{plain.__name__} on sharded states."},
+        )
+        # torch wraps `step` once a class, to run step hooks and name the profiler range.
+        made.step = Optimizer.profile_hook_step(made.step)
+        made.step.hooked = True
+        return made
+
+
+def install(optimizer: Optimizer, host: OptimizerHost) -> None:
+    """Re-class an optimizer onto the engine."""
+    if isinstance(optimizer, FacadeMixin):
+        if optimizer.zero_host is not None:
+            raise EngineStateError(
+                f"{optimizer.zero_plain_class.__name__} already belongs to an engine: close that engine first, or "
+                "build a new optimizer"
+            )
+        optimizer.zero_host = host
+        return
+    facade: Any = FacadeMixin.over(type(optimizer))
+    optimizer.__class__ = facade
+    optimizer.__dict__["zero_host"] = host
+    if "step" in optimizer.__dict__:
+        # A scheduler made earlier has put a wrapper of the old step on the instance; it counts calls.
+        optimizer.__dict__["step"] = _counting_step(optimizer)
+
+
+def release(optimizer: Optimizer) -> None:
+    """Detach an optimizer from a closed engine; its calls then raise."""
+    if isinstance(optimizer, FacadeMixin):
+        optimizer.zero_host = None
+
+
+def _counting_step(optimizer: Optimizer) -> Callable[..., Any]:
+    plain = type(optimizer).step
+
+    @functools.wraps(plain)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return plain(optimizer, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step

@@ -1,0 +1,333 @@
+"""Runs a planned step: gradient in | update | weights out, block after block on lanes.
+
+The low-precision weights of a block are on their way to the device while the next block is updated (ZeRO-Offload,
+ATC'21, Algorithm 2, line 15), through two staging slabs of one block each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_plugin.config import Tier
+from zero_plugin.errors import EngineStateError
+from zero_plugin.grads.norm import Clip
+from zero_plugin.grads.offload import GradientShards
+from zero_plugin.optim.blocks import BlockStates, BlockUpdate
+from zero_plugin.optim.plan import BlockPlan, StepPlan
+from zero_plugin.optim.rule import Rule
+from zero_plugin.runtime.backend import Backend, Ticket
+from zero_plugin.runtime.buffers import Lease, SlabPool
+from zero_plugin.runtime.operations import Collective, Copy, Update
+from zero_plugin.sharding.group import ProcessGroup
+from zero_plugin.sharding.partition import Block, unpack_pairs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buckets:
+    """Device buffers that the gradient reduction and the all-gather of weights take turns in.
+
+    Attributes:
+        gathered: slabs of [shards, chunk].
+        chunk: slabs of [chunk].
+    """
+
+    gathered: Callable[[], SlabPool | None]
+    chunk: Callable[[], SlabPool | None]
+
+
+class StepPipeline:
+    """Executes step plans.
+
+    Args:
+        backend: lanes and memory.
+        group: the ranks.
+        gradients: where the reduced gradients lie.
+        tier: where states lie and the update runs.
+        buckets: device buffers.
+        sharded: whether optimizer states are sharded.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        group: ProcessGroup,
+        gradients: GradientShards,
+        tier: Tier,
+        buckets: Buckets,
+        *,
+        sharded: bool,
+    ) -> None:
+        self._backend = backend
+        self._group = group
+        self._gradients = gradients
+        self._tier: Tier = tier
+        self._buckets = buckets
+        self._gathers = sharded and group.size > 1
+        kind = "device" if tier == "device" else "host"
+        self._updates = backend.lane("update", kind)
+        self._fetch = backend.lane("fetch", "device")
+        self._upload = backend.lane("upload", "device")
+        self._collectives = backend.lane("collectives", "device")
+        self._publish = backend.lane("publish", "device")
+        self._outputs: SlabPool | None = None
+        self._inputs: SlabPool | None = None
+
+    def add_blocks(self, states: Mapping[int, BlockStates]) -> None:
+        """Reserve staging for the largest block."""
+        blocks = [item.block for item in states.values()]
+        memory = "device" if self._tier == "device" else "host"
+        low = [block.chunk * block.dtype.itemsize for block in blocks if block.dtype != torch.float32]
+        if low and self._tier == "host":
+            self._outputs = self._reserve(self._outputs, "updated weights", max(low), memory)
+        if self._gradients.tier != self._tier:
+            largest = max(block.chunk for block in blocks) * 4
+            self._inputs = self._reserve(self._inputs, "gradients for the update", largest, memory)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of staging in the optimizer's tier."""
+        return sum(pool.nbytes for pool in (self._outputs, self._inputs) if pool is not None)
+
+    def run(
+        self, plan: StepPlan, states: Mapping[int, BlockStates], rule: Rule | None, clip: Clip
+    ) -> list[Ticket[Any]]:
+        """Issue every block's work.
+
+        Returns:
+            One ticket a block; when it ends, the block's compute weights are the updated ones.
+        """
+        return [self._run_block(item, plan.hyper, states[item.block.index], rule, clip) for item in plan.blocks]
+
+    def gather_chunk(self, block: Block, chunk: Tensor) -> list[Tensor]:
+        """Full CPU tensors of every member from all ranks' chunks; a collective where states are sharded.
+
+        Args:
+            block: the block.
+            chunk: this rank's fp32 chunk, in the optimizer's tier.
+        """
+        if not self._gathers:
+            return [
+                block.own_view(chunk, position).to("cpu", copy=True).view(member.parameter.shape)
+                for position, member in enumerate(block.parameters)
+            ]
+        source, lease_in = self._to_device(block, chunk)
+        gathered, lease_out, ticket = self._all_gather(block, source, (), "states")
+        ticket.wait()
+        fulls: list[Tensor] = []
+        for position, member in enumerate(block.parameters):
+            full = torch.empty(member.numel, dtype=chunk.dtype)
+            for target, part in unpack_pairs(block, gathered, position, full):
+                target.copy_(part)
+            fulls.append(full.view(member.parameter.shape))
+        lease_out.release()
+        if lease_in is not None:
+            lease_in.release()
+        return fulls
+
+    def close(self) -> None:
+        """Give the staging back."""
+        for pool in (self._outputs, self._inputs):
+            if pool is not None:
+                pool.close()
+        self._outputs = self._inputs = None
+
+    # One block ---------------------------------------------------------------------------------------------------
+
+    def _run_block(
+        self, plan: BlockPlan, hyper: Tensor, states: BlockStates, rule: Rule | None, clip: Clip
+    ) -> Ticket[Any]:
+        block = plan.block
+        gradient, after, input_lease = self._gradient(block)
+        output, output_lease = self._output(states)
+        direct = states.tier == "device" and not self._gathers and block.dtype != torch.float32
+        updated = self._updates.submit(
+            Update(
+                updater=BlockUpdate(
+                    states=states,
+                    positions=plan.positions,
+                    gradient=gradient,
+                    output=output,
+                    direct=direct,
+                    rule=rule,
+                    hyper=hyper,
+                    rows=plan.rows,
+                    clip=clip,
+                    groups=plan.groups,
+                ),
+                label=f"update {block.name}",
+            ),
+            after=(*after, self._backend.mark(f"step of {block.name}")),
+        )
+        self._gradients.read_by(block, updated)
+        if input_lease is not None:
+            input_lease.release(after=updated)
+        if self._gathers:
+            return self._publish_gathered(plan, states, output, output_lease, updated)
+        return self._publish_own(plan, states, output, output_lease, updated)
+
+    def _gradient(self, block: Block) -> tuple[Tensor, tuple[Ticket[Any], ...], Lease | None]:
+        chunk, after = self._gradients.chunk(block)
+        if self._inputs is None:
+            return chunk, after, None
+        lease = self._inputs.acquire(f"gradient of {block.name}")
+        here = lease.tensor(chunk.dtype, block.chunk)
+        direction = "device_to_host" if self._tier == "host" else "host_to_device"
+        fetched = self._fetch.submit(
+            Copy(destinations=(here,), sources=(chunk,), direction=direction, label=f"fetch {block.name}"),
+            after=after,
+        )
+        return here, (fetched,), lease
+
+    def _output(self, states: BlockStates) -> tuple[Tensor | None, Lease | None]:
+        """A low-precision chunk to write, where the master itself is not what is published."""
+        block = states.block
+        if block.dtype == torch.float32:
+            return None, None
+        if states.tier == "host":
+            pool = self._outputs
+        elif self._gathers:
+            pool = self._buckets.chunk()
+        else:
+            return None, None
+        if pool is None:
+            raise EngineStateError("the engine is closed: its staging buffers are gone; build a new engine")
+        lease = pool.acquire(f"weights of {block.name}")
+        return lease.tensor(block.dtype, block.chunk), lease
+
+    def _publish_own(
+        self,
+        plan: BlockPlan,
+        states: BlockStates,
+        output: Tensor | None,
+        lease: Lease | None,
+        updated: Ticket[Any],
+    ) -> Ticket[Any]:
+        """One shard: the updated chunk holds whole parameters."""
+        block = plan.block
+        source = output if output is not None else states.master
+        if states.tier == "device" and (output is None and (states.master is None or block.dtype != torch.float32)):
+            return updated
+        if source is None:
+            return updated
+        pairs = [
+            (block.parameters[position].alias, block.own_view(source, position))
+            for position in plan.positions
+            if block.parameters[position].numel
+        ]
+        ticket = self._upload.submit(
+            Copy(
+                destinations=tuple(pair[0] for pair in pairs),
+                sources=tuple(pair[1] for pair in pairs),
+                direction="host_to_device" if self._tier == "host" else None,
+                label=f"upload {block.name}",
+            ),
+            after=(updated,),
+        )
+        if lease is not None:
+            lease.release(after=ticket)
+        return ticket
+
+    def _publish_gathered(
+        self,
+        plan: BlockPlan,
+        states: BlockStates,
+        output: Tensor | None,
+        lease: Lease | None,
+        updated: Ticket[Any],
+    ) -> Ticket[Any]:
+        """Several shards: upload the own chunk, gather all, and rebuild the parameters."""
+        block = plan.block
+        after: tuple[Ticket[Any], ...] = (updated,)
+        if states.tier == "device" and output is not None:
+            source, source_lease = output, lease
+        else:
+            pool = self._buckets.chunk()
+            if pool is None:
+                raise EngineStateError("the engine is closed: its buckets are gone; build a new engine")
+            source_lease = pool.acquire(f"weights of {block.name}")
+            source = source_lease.tensor(block.dtype, block.chunk)
+            uploaded = self._upload.submit(
+                self._upload_copy(block, states, output, source), after=after
+            )
+            if lease is not None:
+                lease.release(after=uploaded)
+            after = (uploaded,)
+        gathered, gathered_lease, ticket = self._all_gather(block, source, after, "weights")
+        if source_lease is not None:
+            source_lease.release(after=ticket)
+        pairs = [
+            pair
+            for position in plan.positions
+            for pair in unpack_pairs(block, gathered, position, block.parameters[position].alias)
+        ]
+        published = self._publish.submit(
+            Copy(
+                destinations=tuple(pair[0] for pair in pairs),
+                sources=tuple(pair[1] for pair in pairs),
+                label=f"publish {block.name}",
+            ),
+            after=(ticket,),
+        )
+        gathered_lease.release(after=published)
+        return published
+
+    def _upload_copy(self, block: Block, states: BlockStates, output: Tensor | None, target: Tensor) -> Copy:
+        direction = "host_to_device" if states.tier == "host" else None
+        label = f"upload {block.name}"
+        source = output if output is not None else states.master
+        if source is not None:
+            return Copy(destinations=(target,), sources=(source,), direction=direction, label=label)
+        positions = range(len(block.parameters))
+        return Copy(
+            destinations=tuple(block.own_view(target, position) for position in positions),
+            sources=tuple(states.master_view(position) for position in positions),
+            direction=direction,
+            label=label,
+        )
+
+    def _all_gather(
+        self, block: Block, source: Tensor, after: tuple[Ticket[Any], ...], what: str
+    ) -> tuple[Tensor, Lease, Ticket[Any]]:
+        pool = self._buckets.gathered()
+        if pool is None:
+            raise EngineStateError("the engine is closed: its buckets are gone; build a new engine")
+        lease = pool.acquire(f"{what} of {block.name}")
+        shards = block.layout.shards
+        gathered = lease.tensor(source.dtype, shards * block.chunk).view(shards, block.chunk)
+        ticket = self._collectives.submit(
+            Collective(
+                kind="all_gather",
+                group=self._group,
+                output=gathered,
+                input=source,
+                tag=block.index,
+                label=f"{what} of {block.name}",
+            ),
+            after=after,
+        )
+        return gathered, lease, ticket
+
+    def _to_device(self, block: Block, chunk: Tensor) -> tuple[Tensor, Lease | None]:
+        if chunk.device == block.device:
+            return chunk, None
+        pool = self._buckets.chunk()
+        if pool is None:
+            raise EngineStateError("the engine is closed: its buckets are gone; build a new engine")
+        lease = pool.acquire(f"states of {block.name}")
+        here = lease.tensor(chunk.dtype, block.chunk)
+        here.copy_(chunk)
+        return here, lease
+
+    def _reserve(self, pool: SlabPool | None, name: str, nbytes: int, memory: Any) -> SlabPool:
+        if pool is not None and pool.slab_bytes >= nbytes:
+            return pool
+        if pool is not None:
+            pool.close()
+        return SlabPool(
+            name=name, backend=self._backend, slab_bytes=nbytes, slabs=2, memory=memory, setting="bucket_bytes"
+        )

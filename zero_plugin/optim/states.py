@@ -1,0 +1,330 @@
+"""Everything one optimizer owns on this rank: rule, states of each block, step counts; and its torch state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_plugin.config import Tier
+from zero_plugin.errors import CheckpointError
+from zero_plugin.optim.blocks import BlockStates, allocate_states
+from zero_plugin.optim.fallback import ForeignBlock, check_element_wise, clone_optimizer
+from zero_plugin.optim.plan import StepPlan, plan_step
+from zero_plugin.optim.rule import Rule, rule_for
+from zero_plugin.runtime.backend import Backend
+from zero_plugin.sharding.partition import Block
+
+Gather = Callable[[Block, Tensor], list[Tensor]]
+"""Turns a chunk of this rank into full CPU tensors of the block's members; a collective."""
+
+MASTER_KEY = "master"
+"""Key of the fp32 master in a parameter's state, beside torch's own keys."""
+
+
+class OptimizerStates:
+    """One optimizer's states.
+
+    Args:
+        optimizer: the user's torch optimizer.
+        backend: allocates memory.
+        tier: where the states lie.
+
+    Raises:
+        OptimizerError: the optimizer has no compiled rule and is not element-wise.
+    """
+
+    def __init__(self, optimizer: Optimizer, backend: Backend, tier: Tier) -> None:
+        self.optimizer = optimizer
+        self._backend = backend
+        self._tier: Tier = tier
+        self.rule: Rule | None = rule_for(optimizer)
+        if self.rule is None:
+            check_element_wise(optimizer)
+        self.blocks: dict[int, BlockStates] = {}
+        self._steps: dict[int, int] = {}
+
+    @property
+    def name(self) -> str:
+        """The optimizer's own class name."""
+        return getattr(type(self.optimizer), "zero_plain_class", type(self.optimizer)).__name__
+
+    @property
+    def num_states(self) -> int:
+        """fp32 states an element has beside its master."""
+        return 0 if self.rule is None else len(self.rule.state_names)
+
+    def add_blocks(self, blocks: Sequence[Block]) -> None:
+        """Reserve states for new blocks and take over what the optimizer already holds for them."""
+        group = self.optimizer.param_groups[0]
+        fills = () if self.rule is None else tuple(self.rule.initial_state(group))
+        for block in blocks:
+            states = allocate_states(self._backend, block, self._tier, num_states=self.num_states, fills=fills)
+            if self.rule is None:
+                masters = {i: states.master_view(i) for i in range(len(block.parameters))}
+                states.foreign = ForeignBlock(self.optimizer, masters)
+            self.blocks[block.index] = states
+            for position, member in enumerate(block.parameters):
+                self._steps[member.index] = 0
+                held = self.optimizer.state.pop(member.parameter, None)
+                if held:
+                    self._load_member(states, position, held)
+
+    def plan(self, is_present: Callable[[int], bool]) -> StepPlan:
+        """Plan a step over the present parameters, and count it."""
+        group_of = self._group_numbers()
+        plan = plan_step(
+            [states.block for states in self.blocks.values()],
+            is_present=is_present,
+            step_of=lambda index: self._steps[index] + 1,
+            group_of=lambda index: group_of[index],
+            groups=self.optimizer.param_groups,
+            rule=self.rule,
+        )
+        for item in plan.blocks:
+            for position in item.positions:
+                self._steps[item.block.parameters[position].index] += 1
+        return plan
+
+    def import_weights(self, changed: set[int]) -> None:
+        """Take compute weights that user code wrote into the masters, where they differ."""
+        for states in self.blocks.values():
+            for position, member in enumerate(states.block.parameters):
+                if member.index not in changed:
+                    continue
+                if member.moved:
+                    member.refresh_alias()
+                if states.master is None:
+                    continue
+                part = states.block.own_slice(position)
+                weights = member.alias.narrow(0, part.start, part.numel)
+                master = states.master_view(position)
+                # A master that rounds to the weight is the better copy of it: keep its low bits.
+                written = master.to(weights.dtype) != weights.to(master.device)
+                master.copy_(torch.where(written, weights.to(master.device, torch.float32), master))
+
+    def state_dict(self, gather: Gather, *, keep: bool) -> dict[str, Any]:
+        """The state in torch's format.
+
+        Args:
+            gather: a collective; every rank calls it for the same blocks in the same order.
+            keep: False on ranks that only take part in the gathers.
+        """
+        full: dict[int, dict[str, Any]] = {}
+        for states in self.blocks.values():
+            for index, entry in self._gather_block(states, gather).items():
+                if keep and self._steps[index]:
+                    full[index] = entry
+        if not keep:
+            return {}
+        return {"state": self._by_torch_number(full), "param_groups": self._packed_groups()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's slices of a full state; nothing is changed if it does not fit.
+
+        Raises:
+            CheckpointError: groups or shapes do not fit the optimizer's.
+        """
+        numbered = self._check_groups(state)
+        entries = {index: state["state"].get(number) for index, number in numbered.items()}
+        for states in self.blocks.values():
+            for position, member in enumerate(states.block.parameters):
+                self._check_entry(states, position, entries.get(member.index))
+        for states in self.blocks.values():
+            for position, member in enumerate(states.block.parameters):
+                entry = entries.get(member.index)
+                if entry:
+                    self._load_member(states, position, entry)
+                else:
+                    self._reset_member(states, position)
+
+    # Torch's format ----------------------------------------------------------------------------------------------
+
+    def _gather_block(self, states: BlockStates, gather: Gather) -> dict[int, dict[str, Any]]:
+        block = states.block
+        entries: dict[int, dict[str, Any]] = {
+            member.index: {"step": torch.tensor(float(self._steps[member.index]))} for member in block.parameters
+        }
+        for name, chunk in self._named_chunks(states):
+            for member, full in zip(block.parameters, gather(block, chunk), strict=True):
+                entries[member.index][name] = full
+        for member, scalars in zip(block.parameters, self._foreign_scalars(states), strict=True):
+            entries[member.index].update(scalars)
+        return entries
+
+    def _named_chunks(self, states: BlockStates) -> list[tuple[str, Tensor]]:
+        named: list[tuple[str, Tensor]] = []
+        if self.rule is not None:
+            named += list(zip(self.rule.state_names, states.states, strict=True))
+        else:
+            named += self._foreign_chunks(states)
+        if states.master is not None and states.block.dtype != torch.float32:
+            named.append((MASTER_KEY, states.master))
+        return named
+
+    def _foreign_chunks(self, states: BlockStates) -> list[tuple[str, Tensor]]:
+        """Element-wise states of a torch optimizer, copied into chunks so that they gather like ours."""
+        foreign = states.foreign
+        if foreign is None:
+            return []
+        block = states.block
+        # Names must be the same on every rank, also on one that holds no element of the block.
+        names = foreign_state_names(self.optimizer)
+        named: list[tuple[str, Tensor]] = []
+        for name in names:
+            chunk = torch.zeros(block.chunk, dtype=torch.float32, device=states.master_view(0).device)
+            for position in range(len(block.parameters)):
+                value = foreign.state(position).get(name)
+                if isinstance(value, Tensor):
+                    block.own_view(chunk, position).copy_(value)
+            named.append((name, chunk))
+        return named
+
+    def _foreign_scalars(self, states: BlockStates) -> list[dict[str, Any]]:
+        block, foreign = states.block, states.foreign
+        if foreign is None:
+            return [{} for _ in block.parameters]
+        found: list[dict[str, Any]] = []
+        for position in range(len(block.parameters)):
+            part = block.own_slice(position)
+            found.append(
+                {
+                    key: value
+                    for key, value in foreign.state(position).items()
+                    if not isinstance(value, Tensor) or (value.dim() == 0 and part.numel != 0)
+                }
+            )
+        return found
+
+    def _load_member(self, states: BlockStates, position: int, entry: Mapping[str, Any]) -> None:
+        block = states.block
+        member = block.parameters[position]
+        part = block.own_slice(position)
+
+        def sliced(full: Tensor) -> Tensor:
+            return full.detach().reshape(-1)[part.start : part.stop]
+
+        step = entry.get("step", 1)
+        self._steps[member.index] = int(step.item() if isinstance(step, Tensor) else step)
+        master = entry.get(MASTER_KEY)
+        if isinstance(master, Tensor) and states.master is not None:
+            states.master_view(position).copy_(sliced(master))
+        if self.rule is not None:
+            for name, chunk in zip(self.rule.state_names, states.states, strict=True):
+                value = entry.get(name)
+                if isinstance(value, Tensor):
+                    block.own_view(chunk, position).copy_(sliced(value))
+        elif states.foreign is not None:
+            values = {key: value for key, value in entry.items() if key != MASTER_KEY}
+            shape = tuple(member.parameter.shape)
+            states.foreign.load(
+                position,
+                {
+                    key: sliced(value) if isinstance(value, Tensor) and tuple(value.shape) == shape and value.dim() else value
+                    for key, value in values.items()
+                },
+            )
+
+    def _reset_member(self, states: BlockStates, position: int) -> None:
+        block = states.block
+        self._steps[block.parameters[position].index] = 0
+        if self.rule is not None:
+            fills = self.rule.initial_state(self.optimizer.param_groups[0])
+            for fill, chunk in zip(fills, states.states, strict=True):
+                block.own_view(chunk, position).fill_(fill)
+        elif states.foreign is not None:
+            states.foreign.load(position, {})
+
+    def _check_entry(self, states: BlockStates, position: int, entry: Mapping[str, Any] | None) -> None:
+        member = states.block.parameters[position]
+        if not entry or self.rule is None:
+            return
+        names = (*self.rule.state_names, MASTER_KEY)
+        for name in names:
+            value = entry.get(name)
+            if isinstance(value, Tensor) and value.numel() != member.numel:
+                raise CheckpointError(
+                    f"state {name!r} of parameter {member.name!r} has shape {tuple(value.shape)}, the model's has "
+                    f"{tuple(member.parameter.shape)}: load the checkpoint of this model"
+                )
+        missing = [name for name in self.rule.state_names if not isinstance(entry.get(name), Tensor)]
+        if missing:
+            raise CheckpointError(
+                f"the state of parameter {member.name!r} lacks {', '.join(missing)} (it has {', '.join(entry)}): it was "
+                f"saved by another optimizer than {self.name}"
+            )
+
+    def _check_groups(self, state: Mapping[str, Any]) -> dict[int, int]:
+        """Check a state's groups and return the torch number of each managed index."""
+        saved, own = state["param_groups"], self.optimizer.param_groups
+        if len(saved) != len(own):
+            raise CheckpointError(
+                f"the saved {self.name} has {len(saved)} param groups, this one has {len(own)}: build it with the same "
+                "groups"
+            )
+        numbers: dict[int, int] = {}
+        for place, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
+            if len(theirs["params"]) != len(ours["params"]):
+                raise CheckpointError(
+                    f"param group {place} of the saved {self.name} has {len(theirs['params'])} parameters, this one "
+                    f"has {len(ours['params'])}: build it with the same groups"
+                )
+            for number, parameter in zip(theirs["params"], ours["params"], strict=True):
+                numbers[id(parameter)] = number
+        return {
+            member.index: numbers[id(member.parameter)]
+            for states in self.blocks.values()
+            for member in states.block.parameters
+        }
+
+    def _by_torch_number(self, full: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        index_of = {
+            id(member.parameter): member.index
+            for states in self.blocks.values()
+            for member in states.block.parameters
+        }
+        numbered: dict[int, dict[str, Any]] = {}
+        number = 0
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                index = index_of.get(id(parameter))
+                if index is not None and index in full:
+                    numbered[number] = full[index]
+                number += 1
+        return numbered
+
+    def _packed_groups(self) -> list[dict[str, Any]]:
+        packed: list[dict[str, Any]] = []
+        number = 0
+        for group in self.optimizer.param_groups:
+            count = len(group["params"])
+            packed.append({**group, "params": list(range(number, number + count))})
+            number += count
+        return packed
+
+    def _group_numbers(self) -> dict[int, int]:
+        number_of = {
+            id(parameter): number
+            for number, group in enumerate(self.optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        return {
+            member.index: number_of[id(member.parameter)]
+            for states in self.blocks.values()
+            for member in states.block.parameters
+        }
+
+
+def foreign_state_names(optimizer: Optimizer) -> list[str]:
+    """Names of the element-wise states a torch optimizer makes, found by stepping a small copy of it."""
+    probe = torch.nn.Parameter(torch.ones(3))
+    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    clone = clone_optimizer(optimizer, [probe], options)
+    probe.grad = torch.ones(3)
+    clone.step()
+    return [
+        name for name, value in clone.state[probe].items() if isinstance(value, Tensor) and value.dim() == 1
+    ]

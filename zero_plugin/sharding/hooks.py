@@ -1,0 +1,120 @@
+"""The one file that hooks into autograd and modules.
+
+`GradientHooks` turns "autograd accumulated a gradient into this parameter" into a call of the receiver, however often
+it happens: a weight used in two reentrant checkpoints and once outside fires three times in one backward.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from zero_plugin.sharding.partition import ManagedParameter
+
+
+class GradientReceiver(Protocol):
+    """Takes gradients as autograd makes them."""
+
+    def expect(self, index: int) -> None:
+        """A gradient of parameter `index` is about to be accumulated into `Parameter.grad`."""
+        ...
+
+    def receive(self, index: int) -> None:
+        """A gradient of parameter `index` now stands in `Parameter.grad`."""
+        ...
+
+    def end_backward(self) -> None:
+        """The outermost backward has ended."""
+        ...
+
+
+class GradientHooks:
+    """Hooks on the AccumulateGrad of every managed parameter.
+
+    Args:
+        receiver: what the gradients are given to.
+    """
+
+    def __init__(self, receiver: GradientReceiver) -> None:
+        self._receiver = receiver
+        self._handles: list[RemovableHandle] = []
+        self._task = -1
+        self.announced = False
+        """True while a caller that ends the backward itself is inside one (`engine.backward`)."""
+
+    def attach(self, managed: ManagedParameter) -> None:
+        """Hook one parameter."""
+        index = managed.index
+        receiver = self._receiver
+
+        def before(_: Tensor) -> None:
+            with torch.inference_mode(mode=False), torch.no_grad():
+                receiver.expect(index)
+
+        def after(_: Tensor) -> None:
+            with torch.inference_mode(mode=False), torch.no_grad():
+                if not self.announced:
+                    self._watch_for_the_end()
+                receiver.receive(index)
+
+        self._handles.append(managed.parameter.register_hook(before))
+        self._handles.append(managed.parameter.register_post_accumulate_grad_hook(after))
+
+    def remove(self) -> None:
+        """Take every hook off; idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _watch_for_the_end(self) -> None:
+        # queue_callback fires at the end of the *current* graph task, which inside a reentrant checkpoint is an inner
+        # one. An inner task runs below a custom Function's backward, so the stack tells the two apart; it is walked
+        # once a task.
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        self._task = task
+        if not _inside_custom_backward():
+            engine: Any = Variable._execution_engine
+            engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._receiver.end_backward()
+
+
+def _inside_custom_backward() -> bool:
+    marker = torch.autograd.function.BackwardCFunction.apply.__code__
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is marker:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class ForwardHook:
+    """Calls a function before every forward of a module; removable."""
+
+    def __init__(self, module: nn.Module, function: Callable[[], None]) -> None:
+        @torch.compiler.disable
+        def before(_: nn.Module, __: Any) -> None:
+            function()
+
+        self._handle = module.register_forward_pre_hook(before)
+
+    def remove(self) -> None:
+        """Take the hook off; idempotent."""
+        self._handle.remove()
+
+
+def bump_versions(parameters: Sequence[nn.Parameter]) -> None:
+    """Tell autograd that the weights changed, so that a backward through the old ones raises as in plain torch."""
+    if parameters:
+        torch.autograd.graph.increment_version(parameters)
