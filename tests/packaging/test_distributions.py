@@ -16,7 +16,8 @@ from support.distributions import (
     must_run,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.serial]
+# Each test may build the extension, on a machine that may be busy.
+pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(400)]
 
 INSTALLED = {"zero_plugin", "_zero_plugin_autoload.py"}
 

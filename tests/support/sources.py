@@ -18,9 +18,14 @@ def package_files() -> list[Path]:
     )
 
 
-def tracked_files() -> list[Path]:
-    """Every file under version control, relative to the repository; those of an unpacked sdist if there is no git."""
+def tracked_files(*, new: bool = False) -> list[Path]:
+    """Every file under version control, relative to the repository; those of an unpacked sdist if there is no git.
+
+    Args:
+        new: Also files that are not under version control yet and not ignored either.
+    """
     command = ["git", "ls-files", "-z", "--cached"]
+    command += ["--others", "--exclude-standard"] if new else []
     if (REPOSITORY / ".git").exists():
         listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=True).stdout
         names = [name for name in listed.decode().split("\0") if name]
