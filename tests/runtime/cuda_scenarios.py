@@ -168,6 +168,7 @@ def waited_for_before_it_was_enqueued(module: ModuleType) -> Machine:
     with rig(module) as r:
         gradient, shard = r.device(), r.host()
         host, down = r.backend.lane("host", "host"), r.backend.lane("down", "device")
+        gradient.fill_(3.0)
         held = Held()
         gate = host.submit(held)
         copied = down.submit(
@@ -176,7 +177,7 @@ def waited_for_before_it_was_enqueued(module: ModuleType) -> Machine:
         )
         threading.Timer(0.02, held.gate.set).start()
         copied.wait()
-        r.machine.host_reads(shard)
+        assert r.machine.host_reads(shard).eq(3.0).all()
     return r.machine
 
 

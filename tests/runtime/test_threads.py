@@ -1,0 +1,90 @@
+"""Modelled latency and the choice of a backend."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from runtime.probes import Note, TorchKernels
+
+from zero_plugin.errors import ConfigError
+from zero_plugin.runtime import Copy, Latency, create_backend
+from zero_plugin.runtime.backend import Backend
+from zero_plugin.trace import Ledger, Trace
+
+CPU = torch.device("cpu")
+Make = Callable[..., Backend]
+
+
+def test_latency_of_bytes_and_fixed_part(make_backend: Make) -> None:
+    trace = Trace()
+    latency = {"down": Latency(seconds=0.02, bytes_per_second=4e5)}
+    backend = make_backend("threads", latency=latency, trace=trace)
+    x, y = torch.zeros(5000), torch.empty(5000)
+    down, free = backend.lane("down", "device"), backend.lane("free", "device")
+    down.submit(Copy(destinations=(y,), sources=(x,))).wait()
+    free.submit(Copy(destinations=(y,), sources=(x,))).wait()
+    down_begin, down_end, free_begin, free_end = (
+        event.time for event in trace.events() if event.phase != "issued"
+    )
+    # 20000 bytes at 4e5 bytes/s and 20 ms: 70 ms at least. Only the lower bound holds on any machine.
+    assert down_end - down_begin >= 0.07
+    assert free_end - free_begin < down_end - down_begin
+
+
+def test_modelled_time_takes_no_processor(make_backend: Make) -> None:
+    backend = make_backend("threads", latency=Latency(seconds=0.3))
+    before = time.process_time()
+    backend.lane("down", "device").submit(Note([], "x")).wait()
+    assert time.process_time() - before < 0.2
+
+
+def test_lanes_with_latency_overlap(make_backend: Make) -> None:
+    """Two lanes of modelled time run side by side: the second begins before the first ends."""
+    trace = Trace()
+    backend = make_backend("threads", latency=Latency(seconds=0.2), trace=trace)
+    backend.lane("one", "device").submit(Note([], "a"))
+    backend.lane("two", "device").submit(Note([], "b"))
+    backend.drain()
+    at = {(event.label, event.phase): event.time for event in trace.events()}
+    assert at["b", "begin"] < at["a", "end"]
+
+
+def test_impossible_latency_is_refused() -> None:
+    with pytest.raises(ValueError, match="is no latency"):
+        Latency(seconds=-1.0)
+    with pytest.raises(ValueError, match="is no latency"):
+        Latency(bytes_per_second=0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("auto", "threads"), ("inline", "inline"), ("threads", "threads"), ("chaos", "chaos")],
+)
+def test_create_backend(name: str, expected: str) -> None:
+    backend = create_backend(
+        name, device=CPU, kernels=TorchKernels(), trace=None, ledger=Ledger()
+    )
+    assert backend.name == expected
+    backend.close()
+    assert backend.closed
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "options", "message"),
+    [
+        ("cuda", CPU, {}, "'cuda' needs a CUDA device and was given cpu"),
+        ("threads", torch.device("cuda"), {}, "'threads' cannot serve cuda"),
+        ("inline", CPU, {"latency": Latency()}, "'inline' cannot model a latency"),
+        ("fast", CPU, {}, "unknown backend 'fast'; choose"),
+    ],
+)
+def test_create_backend_refuses(
+    name: str, device: torch.device, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        create_backend(
+            name, device=device, kernels=TorchKernels(), trace=None, ledger=Ledger(), **options
+        )
