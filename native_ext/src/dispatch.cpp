@@ -25,7 +25,8 @@ std::vector<const KernelTable*> available_tables() {
   std::vector<const KernelTable*> tables = {&scalar::kTable, &baseline::kTable};
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                        __builtin_cpu_supports("f16c");
   if (has_avx2) tables.push_back(&avx2::kTable);
   if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
@@ -52,8 +53,8 @@ const KernelTable& kernel_table(const std::string& isa) {
     known += known.empty() ? "" : ", ";
     known += table->name;
   }
-  throw std::invalid_argument("instruction set '" + isa + "' is not available on this machine; use auto or one of: " +
-                              known);
+  throw std::invalid_argument("instruction set '" + isa +
+                              "' is not available on this machine; use auto or one of: " + known);
 }
 
 }  // namespace zp

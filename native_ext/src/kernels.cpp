@@ -11,8 +11,9 @@
 namespace zp {
 namespace {
 
-// Chunks are handed out one by one, so that a thread slowed down by others does not hold up the job. They are
-// large enough for the hardware prefetchers and a multiple of every block and cache line.
+// Chunks are handed out one by one, so that a thread slowed down by others does not hold up the
+// job. They are large enough for the hardware prefetchers and a multiple of every block and cache
+// line.
 constexpr std::size_t kMinChunk = std::size_t{1} << 14;
 constexpr std::size_t kMaxChunk = std::size_t{1} << 18;
 
@@ -25,6 +26,10 @@ std::size_t size_of(Dtype dtype) {
   if (dtype == Dtype::kNone) return 0;
   return dtype == Dtype::kFloat32 ? 4 : 2;
 }
+
+// Results larger than this do not stay in a cache until they are read again, so they are written
+// past it.
+constexpr std::size_t kStreamBytes = std::size_t{4} << 20;
 
 template <typename T>
 T* pointer(std::int64_t address) {
@@ -83,10 +88,11 @@ void Kernels::copy(void* destination, Dtype destination_dtype, const void* sourc
                    Dtype source_dtype, std::size_t numel) {
   const std::size_t destination_size = size_of(destination_dtype);
   const std::size_t source_size = size_of(source_dtype);
+  const bool stream = numel * destination_size >= kStreamBytes;
   each_chunk(numel, [&](std::size_t start, std::size_t count) {
     table_.convert(static_cast<char*>(destination) + start * destination_size, destination_dtype,
                    static_cast<const char*>(source) + start * source_size, source_dtype, count,
-                   false);
+                   stream);
   });
 }
 
@@ -102,9 +108,15 @@ void Kernels::accumulate(float* destination, const void* source, Dtype source_dt
 void Kernels::sum_ranks(void* destination, Dtype destination_dtype,
                         const std::vector<const void*>& parts,
                         const std::vector<Dtype>& part_dtypes, float divisor, std::size_t numel) {
+  const std::size_t destination_size = size_of(destination_dtype);
+  const bool stream = numel * destination_size >= kStreamBytes;
   each_chunk(numel, [&](std::size_t start, std::size_t count) {
-    table_.sum_ranks(destination, destination_dtype, parts.data(), part_dtypes.data(), parts.size(),
-                     divisor, start, count);
+    std::vector<const void*> moved(parts.size());
+    for (std::size_t part = 0; part < parts.size(); ++part) {
+      moved[part] = static_cast<const char*>(parts[part]) + start * size_of(part_dtypes[part]);
+    }
+    table_.sum_ranks(static_cast<char*>(destination) + start * destination_size, destination_dtype,
+                     moved.data(), part_dtypes.data(), parts.size(), divisor, count, stream);
   });
 }
 
@@ -132,8 +144,8 @@ void Kernels::each_piece(const std::int64_t* segments, std::size_t num_segments,
   }
   each_chunk(total, [&](std::size_t start, std::size_t count) {
     const std::size_t stop = start + count;
-    auto row = static_cast<std::size_t>(std::upper_bound(ends.begin(), ends.end(), start) -
-                                        ends.begin());
+    auto row =
+        static_cast<std::size_t>(std::upper_bound(ends.begin(), ends.end(), start) - ends.begin());
     std::size_t at = start;
     while (at < stop) {
       const std::int64_t* segment = segments + row * kNumSegmentColumns;
@@ -159,9 +171,10 @@ void Kernels::each_piece(const std::int64_t* segments, std::size_t num_segments,
 }
 
 void Kernels::update(const std::int64_t* segments, std::size_t num_segments, const double* hyper,
-                     std::size_t num_rows, const UpdateOptions& options) {
+                     std::size_t num_rows, UpdateOptions options) {
   const std::size_t gradient_size = size_of(options.gradient_dtype);
   const std::size_t output_size = size_of(options.output_dtype);
+  std::size_t numel = 0;
   for (std::size_t row = 0; row < num_segments; ++row) {
     const std::int64_t* segment = segments + row * kNumSegmentColumns;
     if (segment[kNumel] < 0) refuse(row, "numel is negative");
@@ -169,6 +182,7 @@ void Kernels::update(const std::int64_t* segments, std::size_t num_segments, con
       refuse(row, "hyper row " + std::to_string(segment[kHyperRow]) + " of " +
                       std::to_string(num_rows) + " rows");
     }
+    numel += static_cast<std::size_t>(segment[kNumel]);
     if (segment[kNumel] == 0) continue;
     const double* values = hyper + segment[kHyperRow] * kHyperColumns;
     check_pointer(row, "master", segment[kMaster], 4);
@@ -181,13 +195,14 @@ void Kernels::update(const std::int64_t* segments, std::size_t num_segments, con
       check_pointer(row, "output", segment[kOutput], output_size);
     }
   }
+  options.stream = numel * output_size >= kStreamBytes;
   each_piece(segments, num_segments, hyper, gradient_size, output_size,
              [&](const Piece& piece) { table_.update(piece, options); });
 }
 
 void Kernels::stream(const std::int64_t* segments, std::size_t num_segments) {
   each_piece(segments, num_segments, nullptr, 2, 2,
-             [&](const Piece& piece) { table_.stream(piece); });
+             [&](const Piece& piece) { table_.stream(piece, true); });
 }
 
 }  // namespace zp

@@ -1,4 +1,5 @@
-// The handle: kernels of one instruction set run on one pool of threads. Knows nothing of Python or torch.
+// The handle: kernels of one instruction set run on one pool of threads. Knows nothing of Python or
+// torch.
 #pragma once
 
 #include <cstddef>
@@ -27,11 +28,11 @@ class Kernels {
                  const std::vector<Dtype>& part_dtypes, float divisor, std::size_t numel);
   NormState norm_partial(const void* source, Dtype dtype, std::size_t numel);
 
-  // `segments` is a table [num_segments][kNumSegmentColumns], `hyper` one of [num_rows][kHyperColumns].
-  // Throws std::invalid_argument when a row cannot be right (negative size, null or misaligned pointer,
-  // hyper row out of range); nothing is written then.
+  // `segments` is a table [num_segments][kNumSegmentColumns], `hyper` one of
+  // [num_rows][kHyperColumns]. Throws std::invalid_argument when a row cannot be right (negative
+  // size, null or misaligned pointer, hyper row out of range); nothing is written then.
   void update(const std::int64_t* segments, std::size_t num_segments, const double* hyper,
-              std::size_t num_rows, const UpdateOptions& options);
+              std::size_t num_rows, UpdateOptions options);
   void stream(const std::int64_t* segments, std::size_t num_segments);
 
   void close() { pool_.close(); }

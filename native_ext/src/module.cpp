@@ -1,6 +1,6 @@
-// The Python border: addresses and dtype codes in, nothing but plain values out. zero_plugin/kernels.py
-// checks tensors before it calls in here.
-// nanobind's headers are not held to our warnings.
+// The Python border: addresses and dtype codes in, nothing but plain values out.
+// zero_plugin/kernels.py checks tensors before it calls in here. nanobind's headers are not held to
+// our warnings.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wshadow"
 #pragma GCC diagnostic ignored "-Wconversion"
@@ -87,7 +87,8 @@ void update(zp::Kernels& self, int rule, Address segments, std::size_t num_segme
                                   .output_dtype = dtype(output_dtype, true),
                                   .scale = static_cast<float>(scale),
                                   .clip_value = static_cast<float>(clip_value.value_or(0.0)),
-                                  .clip = clip_value.has_value()};
+                                  .clip = clip_value.has_value(),
+                                  .stream = false};
   self.update(pointer<const std::int64_t>(segments), num_segments, pointer<const double>(hyper),
               num_rows, options);
 }
@@ -99,13 +100,15 @@ void stream(zp::Kernels& self, Address segments, std::size_t num_segments) {
 }  // namespace
 
 NB_MODULE(_native, module) {
-  module.doc() = "Compiled kernels of zero-plugin. Use zero_plugin.kernels, which checks what it passes in.";
+  module.doc() =
+      "Compiled kernels of zero-plugin. Use zero_plugin.kernels, which checks what it passes in.";
   module.attr("SEGMENT_COLUMNS") = static_cast<int>(zp::kNumSegmentColumns);
   module.attr("HYPER_COLUMNS") = zp::kHyperColumns;
   module.def("available_isas", &zp::available_isas,
              "Instruction sets compiled in that this machine has, best last.");
 
-  nb::class_<zp::Kernels>(module, "Kernels", "Kernels of one instruction set on own worker threads.")
+  nb::class_<zp::Kernels>(module, "Kernels",
+                          "Kernels of one instruction set on own worker threads.")
       .def(nb::init<std::size_t, const std::string&>(), "threads"_a, "isa"_a, NoGil())
       .def_prop_ro("threads", &zp::Kernels::num_threads)
       .def_prop_ro("isa", &zp::Kernels::isa)

@@ -12,8 +12,8 @@
 namespace zp {
 namespace {
 
-// Kernels run with round-to-nearest and denormals kept, whatever torch.set_flush_denormal or the caller
-// chose for its own thread; the caller's mode is put back afterwards.
+// Kernels run with round-to-nearest and denormals kept, whatever torch.set_flush_denormal or the
+// caller chose for its own thread; the caller's mode is put back afterwards.
 class DefaultFloatMode {
  public:
 #if defined(__x86_64__)

@@ -11,9 +11,9 @@
 
 namespace zp {
 
-// The calling thread is worker 0 and works too, so `num_threads` = 1 starts no thread. Jobs from several
-// callers run one after the other. In a child made by fork() the pool has no threads: run() refuses there and
-// close() does nothing.
+// The calling thread is worker 0 and works too, so `num_threads` = 1 starts no thread. Jobs from
+// several callers run one after the other. In a child made by fork() the pool has no threads: run()
+// refuses there and close() does nothing.
 class Pool {
  public:
   explicit Pool(std::size_t num_threads);
@@ -23,8 +23,8 @@ class Pool {
 
   std::size_t num_threads() const { return num_threads_; }
 
-  // Runs work(worker) for worker = 0 .. min(wanted, num_threads) - 1 and returns when all have ended.
-  // `work` must not throw. Throws std::runtime_error after close() and in a forked child.
+  // Runs work(worker) for worker = 0 .. min(wanted, num_threads) - 1 and returns when all have
+  // ended. `work` must not throw. Throws std::runtime_error after close() and in a forked child.
   void run(std::size_t wanted, const std::function<void(std::size_t)>& work);
 
   // Waits for a running job, then joins the threads. May be called twice.
@@ -49,7 +49,8 @@ class Pool {
 
   const std::size_t num_threads_;
   const std::int64_t process_;
-  // Leaked on purpose in a forked child: its threads do not exist there and its locks may be held for ever.
+  // Leaked on purpose in a forked child: its threads do not exist there and its locks may be held
+  // for ever.
   State* state_;
 };
 

@@ -1,6 +1,6 @@
-// Plain types shared by the dispatcher and by the bodies compiled for each instruction set. This header
-// holds no inline function with linkage, so that code compiled for a newer instruction set can never be
-// chosen by the linker to run on an older machine.
+// Plain types shared by the dispatcher and by the bodies compiled for each instruction set. This
+// header holds no inline function with linkage, so that code compiled for a newer instruction set
+// can never be chosen by the linker to run on an older machine.
 #pragma once
 
 #include <cstddef>
@@ -46,10 +46,11 @@ struct UpdateOptions {
   float scale;
   float clip_value;  // used when clip is true
   bool clip;
+  bool stream;  // write outputs past the caches
 };
 
-// Exact sum of squares as an integer in units of 2^-298, the square of the smallest float. The largest
-// square is below 2^256, so 640 bits leave room for 2^85 elements.
+// Exact sum of squares as an integer in units of 2^-298, the square of the smallest float. The
+// largest square is below 2^256, so 640 bits leave room for 2^85 elements.
 inline constexpr int kNormLimbs = 10;
 
 struct NormState {
@@ -60,15 +61,15 @@ struct NormState {
 
 struct KernelTable {
   const char* name;
-  void (*convert)(void* destination, Dtype destination_dtype, const void* source, Dtype source_dtype,
-                  std::size_t numel, bool stream);
+  void (*convert)(void* destination, Dtype destination_dtype, const void* source,
+                  Dtype source_dtype, std::size_t numel, bool stream);
   void (*accumulate)(float* destination, const void* source, Dtype source_dtype, std::size_t numel);
   void (*sum_ranks)(void* destination, Dtype destination_dtype, const void* const* parts,
                     const Dtype* part_dtypes, std::size_t num_parts, float divisor,
-                    std::size_t offset, std::size_t numel);
+                    std::size_t numel, bool stream);
   void (*norm)(const void* source, Dtype dtype, std::size_t numel, NormState* state);
   void (*update)(const Piece& piece, const UpdateOptions& options);
-  void (*stream)(const Piece& piece);
+  void (*stream)(const Piece& piece, bool stream);
 };
 
 }  // namespace zp
