@@ -177,6 +177,19 @@ class Channel:
             return None
         return f"#{self._sequence} {waiting[0].text}", waiting[1]
 
+    def disagreeing(self) -> tuple[int, ...]:
+        """Peers that have come to another collective than the one this rank waits in.
+
+        May be read while a header arrives, so an answer counts only when it is given twice.
+        """
+        if self._waiting is None:
+            return ()
+        return tuple(
+            peer
+            for peer in self.peers
+            if self._header(peer) is not None and not self._agrees(peer)
+        )
+
     def interrupt(self) -> None:
         """Ends the wait in progress with an error.
 
@@ -203,20 +216,26 @@ class Channel:
             for peer in self.peers
         ]
         deadline = time.monotonic() + self._timeout_seconds
-        mine = self._outgoing[:COMPARED_BYTES]
         for message in receives:
             self._finish(message, deadline)
-            if self._incoming[message.peer][:COMPARED_BYTES] != mine:
-                self._refuse(call, [*receives, *sends])
+            if not self._agrees(message.peer):
+                self._collect([*receives, *sends])
+                self._refuse(call)
         for message in sends:
             self._finish(message, deadline)
 
-    def _refuse(self, call: Call, messages: Sequence[Pending]) -> NoReturn:
-        """Collects what the others are in, tells them, and raises."""
+    def _agrees(self, peer: int) -> bool:
+        return self._incoming[peer][:COMPARED_BYTES] == self._outgoing[:COMPARED_BYTES]
+
+    def _collect(self, messages: Sequence[Pending]) -> None:
+        """Gives the other headers a little time, so that the message can name all."""
         deadline = time.monotonic() + _GRACE_SECONDS
         for message in messages:
             with suppress(RuntimeError):
                 message.work.wait(_until(deadline))
+
+    def _refuse(self, call: Call) -> NoReturn:
+        """Tells the others what every rank is in, and raises."""
         headers: dict[int, Header | None] = {peer: self._header(peer) for peer in self.peers}
         headers[self.rank] = Header(sequence=self._sequence, call=call)
         text = mismatch_text(self.name, headers)
@@ -251,6 +270,8 @@ class Channel:
 
     def _lost(self, peer: int, error: RuntimeError) -> NoReturn:
         """Finds out which ranks are missing and why, tells the others, and raises."""
+        if self._waiting is not None and self.disagreeing():
+            self._refuse(self._waiting[0])
         gave_up = any(words in str(error) for words in _OWN_TIMEOUTS)
         closed = set[int]() if gave_up else {peer}
         foreign = self._watchdog.failure
@@ -279,17 +300,22 @@ class Channel:
         for other in self.peers:
             parts = [self._progress(other)]
             if other in failures:
-                parts.append(f"gave up: {failures[other].text.splitlines()[0]}")
+                parts.append(f"gave up: {failures[other].text.splitlines()[0].rstrip(':')}")
             elif other in closed:
                 parts.append("closed its connection: its process ended or was killed")
-            if other in report.places:
-                parts.append(report.places[other])
+            place = report.places.get(other)
+            if place is not None and self._header_text(other) not in place:
+                parts.append(place)
             lines.append(f"  rank {other}: {'; '.join(parts)}")
         lines.append(
             f"Look for the first error in the output of {names}. If it is only slow, raise "
             f"ZeroConfig(timeout_seconds=...), now {self._timeout_seconds:g}."
         )
         return "\n".join(lines)
+
+    def _header_text(self, peer: int) -> str:
+        header = unpack(self._incoming[peer])
+        return header.text if header else "nothing"
 
     def _progress(self, peer: int) -> str:
         header = unpack(self._incoming[peer])

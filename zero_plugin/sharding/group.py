@@ -554,7 +554,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _call(kind: Kind, wire: Tensor, output: Tensor, tag: int, label: str) -> Call:
-    dtypes = f"{_name(wire.dtype)}>{_name(output.dtype)}"
+    dtypes = _name(wire.dtype)
+    if output.dtype != wire.dtype:
+        dtypes += f" to {_name(output.dtype)}"
     return Call(kind=kind, tag=tag, numel=wire.shape[-1], dtypes=dtypes, label=label)
 
 

@@ -15,6 +15,7 @@ from typing import Literal, get_args
 Kind = Literal["reduce_scatter", "all_gather", "all_reduce", "exchange", "broadcast", "barrier"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
+_COUNTED_IN_BYTES: tuple[Kind, ...] = ("exchange", "broadcast", "barrier")
 HEADER_BYTES = 128
 # What is compared comes first, so that agreement is one comparison of bytes.
 COMPARED_BYTES = 64
@@ -32,7 +33,7 @@ class Call:
         kind: Which collective.
         tag: The caller's number for the unit or bucket; has to agree over ranks.
         numel: Elements of one rank's share (bytes for exchange and broadcast); has to agree.
-        dtypes: Wire and output dtype, or a digest of what is sent; has to agree.
+        dtypes: Wire dtype (and output dtype where another), or a digest of what is sent; has to agree.
         label: Name of the unit or bucket for messages.
     """
 
@@ -54,7 +55,8 @@ class Call:
         """The call in words."""
         named = f" {self.label!r}" if self.label else ""
         what = f" of {self.dtypes}" if self.dtypes else ""
-        return f"{self.kind}{named} (tag {self.tag}, {self.numel} elements{what})"
+        unit = "bytes" if self.kind in _COUNTED_IN_BYTES else "elements"
+        return f"{self.kind}{named} (tag {self.tag}, {self.numel} {unit}{what})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -105,7 +105,8 @@ class PeerCollectives:
         """Nothing is left to check: headers agree before bytes move."""
 
     def close(self) -> None:
-        """Frees the workspace."""
+        """Closes the channel and frees the workspace."""
+        self._channel.close()
         self._workspace.close()
 
     # ------------------------------------------------------------------ host memory

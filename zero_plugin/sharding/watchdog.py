@@ -38,6 +38,10 @@ class Watched(Protocol):
         """What is waited in and since when (`time.monotonic`), or None."""
         ...
 
+    def disagreeing(self) -> tuple[int, ...]:
+        """Ranks known to be in another collective; counts when seen twice."""
+        ...
+
     def interrupt(self) -> None:
         """Makes the wait in progress end with an error."""
         ...
@@ -92,6 +96,7 @@ class Watchdog:
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._posted = ""
+        self._suspected: dict[str, tuple[int, ...]] = {}
         self._failure: Failure | None = None
         self._thread = threading.Thread(target=self._run, name="zero-watchdog", daemon=True)
 
@@ -169,27 +174,28 @@ class Watchdog:
     def _look(self) -> None:
         now = time.monotonic()
         long = {
-            watched.name: place
+            watched: place[0]
             for watched in self._watched
             if (place := watched.waiting()) is not None and now - place[1] > PATIENCE_SECONDS
         }
-        if not long:
-            if self._posted:
-                self._posted = ""
-                self._store.set(f"place/{self._rank}", "")
-            return
-        text = "; ".join(f"waiting in {name} {what}" for name, (what, _) in long.items())
+        for watched in long:
+            ranks = watched.disagreeing()
+            if ranks and ranks == self._suspected.get(watched.name):
+                watched.interrupt()
+            self._suspected[watched.name] = ranks
+        places = [f"waiting in {watched.name} {what}" for watched, what in long.items()]
+        self._post_place("; ".join(places))
+        if long and self._failure is None and self._store.check(["failed"]):
+            failures = self._read().failures
+            self._failure = failures[min(failures)] if failures else None
+        if self._failure is not None:
+            for watched in long:
+                watched.interrupt()
+
+    def _post_place(self, text: str) -> None:
         if text != self._posted:
             self._posted = text
             self._store.set(f"place/{self._rank}", text)
-        if self._failure is None and self._store.check(["failed"]):
-            failures = self._read().failures
-            if failures:
-                self._failure = min(failures.values(), key=lambda failure: failure.rank)
-        if self._failure is not None:
-            for watched in self._watched:
-                if watched.name in long:
-                    watched.interrupt()
 
     def _read(self) -> Report:
         places: dict[int, str] = {}
