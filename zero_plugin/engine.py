@@ -605,6 +605,7 @@ class ZeroEngine:
             members,
             shards=self._group.size if sharded else 1,
             rank=self._group.rank if sharded else 0,
+            world_size=self._group.size,
             wire_bytes=DTYPES[self.config.reduce_dtype].itemsize,
             limit=self.config.bucket_size,
             first_index=len(self._blocks),

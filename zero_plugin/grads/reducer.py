@@ -27,7 +27,6 @@ from zero_plugin.runtime.backend import Backend, Ticket
 from zero_plugin.runtime.buffers import Lease, SlabPool
 from zero_plugin.runtime.operations import Collective, Copy, Zero
 from zero_plugin.sharding.group import ProcessGroup
-from zero_plugin.sharding.layout import UNIT, round_up
 from zero_plugin.sharding.partition import Block, ManagedParameter, add_into, pack
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -375,7 +374,8 @@ class GradientReducer:
                 self._pack(_Place(block=block, position=position), fill)
         if fill.lease is None:
             return
-        buffer = self._buffer(block, fill.lease, padded=True)
+        buffer = self._buffer(block, fill.lease)
+        buffer[:, block.layout.end :].zero_()
         arrival = self._shards.arrive(block, exact=self._exact)
         ready = self._backend.mark(f"gradients of {block.name}")
         kind = "reduce_scatter" if self._sharded_states else "all_reduce"
@@ -404,19 +404,9 @@ class GradientReducer:
             staging.release(after=written)
         self._shards.commit(block, arrival, written, last=not self.deferred)
 
-    def _buffer(self, block: Block, lease: Lease, *, padded: bool = False) -> Tensor:
-        numel = self._bucket_numel(block)
-        flat = lease.tensor(self._wire, numel)
-        if padded and not self._sharded_states:
-            flat[block.chunk :].zero_()
-            return flat
-        return flat[: block.layout.shards * block.chunk].view(block.layout.shards, block.chunk)
-
-    def _bucket_numel(self, block: Block) -> int:
-        # An unsharded chunk is all-reduced, which needs a multiple of the world size.
-        if self._sharded_states:
-            return block.layout.shards * block.chunk
-        return round_up(block.chunk, self._group.size * UNIT)
+    def _buffer(self, block: Block, lease: Lease) -> Tensor:
+        shards = block.layout.shards
+        return lease.tensor(self._wire, shards * block.chunk).view(shards, block.chunk)
 
     # Local gradients ---------------------------------------------------------------------------------------------
 
@@ -500,7 +490,7 @@ class GradientReducer:
     def _make_pools(self) -> None:
         if self._group.size == 1 or not self._order:
             return
-        fill = max(self._bucket_numel(block) * max(self._wire.itemsize, block.dtype.itemsize) for block in self._order)
+        fill = max(block.layout.shards * block.chunk * max(self._wire.itemsize, block.dtype.itemsize) for block in self._order)
         chunk = max(block.chunk for block in self._order) * torch.float32.itemsize
         if self._fill_pool is None or self._fill_pool.slab_bytes < fill:
             if self._fill_pool is not None:

@@ -95,18 +95,26 @@ class ChunkLayout:
         """Elements, over all ranks, that belong to no parameter."""
         return self.chunk * self.shards - sum(self.numels)
 
+    @property
+    def end(self) -> int:
+        """Where the last slot ends in a chunk; what follows is padding."""
+        return self.offsets[-1] + self.slots[-1] if self.slots else 0
+
     def is_even(self, index: int) -> bool:
         """Whether parameter `index` fills its slot on every rank, so that one strided copy moves it."""
         return self.numels[index] == self.slots[index] * self.shards
 
 
-def lay_out(numels: Sequence[int], shards: int, unit: int = UNIT) -> ChunkLayout:
+def lay_out(
+    numels: Sequence[int], shards: int, *, unit: int = UNIT, multiple: int = 1
+) -> ChunkLayout:
     """Lay out the parameters of one block.
 
     Args:
         numels: elements of each parameter, in block order.
         shards: number of ranks.
         unit: elements a slice is rounded up to.
+        multiple: the chunk is padded to a multiple of this many units (an all-reduce needs the world size).
     """
     slices = tuple(cut(numel, shards, unit) for numel in numels)
     slots = tuple(round_up(parts[0].numel, unit) for parts in slices)
@@ -121,7 +129,7 @@ def lay_out(numels: Sequence[int], shards: int, unit: int = UNIT) -> ChunkLayout
         slices=slices,
         slots=slots,
         offsets=tuple(offsets),
-        chunk=position,
+        chunk=round_up(position, unit * multiple),
     )
 
 

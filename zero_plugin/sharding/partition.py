@@ -121,6 +121,9 @@ class Block:
             used = self.own_slice(position).numel
             if used < slot:
                 views.append(chunk.narrow(0, offset + used, slot - used))
+        end = self.layout.end
+        if end < self.chunk:
+            views.append(chunk.narrow(0, end, self.chunk - end))
         return views
 
 
@@ -207,6 +210,7 @@ def form_blocks(
     *,
     shards: int,
     rank: int,
+    world_size: int,
     wire_bytes: int,
     limit: int,
     first_index: int = 0,
@@ -217,6 +221,7 @@ def form_blocks(
         parameters: in forward (registration) order.
         shards: ranks each parameter is cut over; 1 when optimizer states are not sharded.
         rank: this rank's place among the shards.
+        world_size: number of ranks; an unsharded chunk is padded so that all of them can reduce a part of it.
         wire_bytes: bytes of an element on the wire.
         limit: bytes of a block; a larger parameter is a block of its own.
         first_index: index of the first new block.
@@ -227,7 +232,7 @@ def form_blocks(
         Block(
             index=first_index + number,
             parameters=tuple(parameters[i] for i in members),
-            layout=lay_out([parameters[i].numel for i in members], shards),
+            layout=lay_out([parameters[i].numel for i in members], shards, multiple=world_size // shards),
             dtype=parameters[members[0]].parameter.dtype,
             device=parameters[members[0]].parameter.device,
             optimizer=parameters[members[0]].optimizer,
