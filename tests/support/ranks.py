@@ -208,6 +208,11 @@ def client() -> Client:
     return alive[0]
 
 
+def zygote_pids() -> set[int]:
+    """Process ids of what `run_ranks` keeps between calls."""
+    return {one.process.pid for one in _CLIENTS}
+
+
 @atexit.register
 def close_client() -> None:
     """Ends this process's zygote, if any; conftest calls it at the end of the session."""
