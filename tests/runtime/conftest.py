@@ -11,9 +11,10 @@ import torch
 from runtime.fake_cuda import FakeDriver, Machine
 from runtime.probes import TorchKernels
 
-from zero_plugin.runtime.backend import Backend, Services
+from zero_plugin.runtime.backend import Backend
 from zero_plugin.runtime.chaos import ChaosBackend
 from zero_plugin.runtime.cuda import CudaBackend
+from zero_plugin.runtime.execution import Services
 from zero_plugin.runtime.inline import InlineBackend
 from zero_plugin.runtime.threads import ThreadsBackend
 from zero_plugin.trace import Ledger, Trace

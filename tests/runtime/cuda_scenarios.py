@@ -17,8 +17,8 @@ from runtime.fake_cuda import FakeCudaTensor, FakeDriver, Machine, RecordingKern
 from torch import Tensor
 
 from zero_plugin.errors import LaneError
-from zero_plugin.runtime.backend import Services
 from zero_plugin.runtime.buffers import SlabPool
+from zero_plugin.runtime.execution import Services
 from zero_plugin.runtime.operations import Accumulate, Copy, NormPartials
 from zero_plugin.trace import Ledger, Trace
 

@@ -118,7 +118,9 @@ def test_tensor_views(make_pool: Make) -> None:
     assert lease.tensor(torch.float32).shape == (250,)
     assert lease.tensor(torch.bfloat16, 7).shape == (7,)
     assert lease.tensor(torch.int64).shape == (125,)
-    with pytest.raises(LeaseError, match=r"251 elements .* \(1004 bytes\) do not fit .* \(1000 bytes\)"):
+    with pytest.raises(
+        LeaseError, match=r"251 elements .* \(1004 bytes\) do not fit .* \(1000 bytes\)"
+    ):
         lease.tensor(torch.float32, 251)
     lease.release()
     pool.close()

@@ -59,16 +59,12 @@ def test_program_that_waits_is_right_for_200_seeds(make_backend: Make) -> None:
         for _ in range(3):
             lease = pool.acquire("gradient")
             staging = lease.tensor(torch.bfloat16, 64)
-            copied = down.submit(
-                Copy(destinations=(staging,), sources=(gradient,)), leases=[lease]
-            )
+            copied = down.submit(Copy(destinations=(staging,), sources=(gradient,)), leases=[lease])
             added = host.submit(
                 Accumulate(destination=total, source=staging), after=[copied], leases=[lease]
             )
             lease.release()
-        up.submit(Copy(destinations=(weight,), sources=(total,)), after=[added]).on(
-            backend.compute
-        )
+        up.submit(Copy(destinations=(weight,), sources=(total,)), after=[added]).on(backend.compute)
         assert torch.equal(weight, expected), f"seed {seed}"
         pool.close()
         backend.close()

@@ -17,7 +17,8 @@ import torch
 from runtime.probes import Fail, Gate, Holder, Modes, Note
 
 from zero_plugin.errors import LaneError
-from zero_plugin.runtime.backend import TICKET_MOVES, Backend, Ticket, TicketState
+from zero_plugin.runtime.backend import Backend
+from zero_plugin.runtime.execution import Services
 from zero_plugin.runtime.operations import (
     Accumulate,
     Collective,
@@ -27,6 +28,8 @@ from zero_plugin.runtime.operations import (
     Update,
     Zero,
 )
+from zero_plugin.runtime.threads import ThreadsBackend
+from zero_plugin.runtime.ticket import TICKET_MOVES, Ticket, TicketState
 from zero_plugin.trace import Ledger, Trace
 
 KINDS = ("device", "host")
@@ -131,9 +134,7 @@ def test_lane_is_made_once(backend: Backend) -> None:
 def test_refuses_a_ticket_issued_later(backend: Backend) -> None:
     lane, log = backend.lane("lane", "host"), []
     real = lane.submit(Note(log, "a"))
-    later = Ticket(
-        label="later", lane="lane", sequence=real.sequence + 100, order=real.order
-    )
+    later = Ticket(label="later", lane="lane", sequence=real.sequence + 100, order=real.order)
     with pytest.raises(LaneError, match="cannot come after 'later', number 100"):
         lane.submit(Note(log, "b"), after=[later])
     with pytest.raises(LaneError, match="cannot come after 'later'"):
@@ -197,7 +198,9 @@ def test_failure_poisons_dependants_over_lanes(backend: Backend, kind: str) -> N
     root = one.submit(Fail(label="root"))
     middle = two.submit(Note(log, "middle"), after=[root])
     leaf = three.submit(Note(log, "leaf"), after=[middle])
-    with pytest.raises(LaneError, match="'leaf' .* did not run, because 'root' .* failed") as caught:
+    with pytest.raises(
+        LaneError, match="'leaf' .* did not run, because 'root' .* failed"
+    ) as caught:
         leaf.wait()
     assert isinstance(caught.value.__cause__, ValueError)
     assert [ticket.state for ticket in (root, middle, leaf)] == [
@@ -271,9 +274,7 @@ def test_several_threads_wait_for_one_ticket(deferred: Backend) -> None:
     gate = Gate()
     ticket = deferred.lane("lane", "host").submit(gate)
     answers: list[object] = []
-    waiters = [
-        threading.Thread(target=lambda: answers.append(ticket.wait())) for _ in range(8)
-    ]
+    waiters = [threading.Thread(target=lambda: answers.append(ticket.wait())) for _ in range(8)]
     for waiter in waiters:
         waiter.start()
     assert not ticket.done
@@ -303,12 +304,16 @@ def test_several_threads_submit(backend: Backend) -> None:
         assert mine == [f"{name}{place}" for place in range(50)]
 
 
+def interrupt_main() -> None:
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
 def test_keyboard_interrupt_in_wait_leaves_all_usable(deferred: Backend) -> None:
     gate, log = Gate(), []
     lane = deferred.lane("lane", "host")
     ticket = lane.submit(gate)
     assert gate.started.wait(20)
-    interrupter = threading.Timer(0.05, signal.raise_signal, args=(signal.SIGINT,))
+    interrupter = threading.Timer(0.05, interrupt_main)
     interrupter.start()
     with pytest.raises(KeyboardInterrupt):
         ticket.wait()
@@ -322,7 +327,7 @@ def test_keyboard_interrupt_in_wait_leaves_all_usable(deferred: Backend) -> None
 def test_keyboard_interrupt_in_close_can_be_closed_again(deferred: Backend) -> None:
     gate = Gate()
     deferred.lane("lane", "host").submit(gate)
-    interrupter = threading.Timer(0.05, signal.raise_signal, args=(signal.SIGINT,))
+    interrupter = threading.Timer(0.05, interrupt_main)
     interrupter.start()
     with pytest.raises(KeyboardInterrupt):
         deferred.close()
@@ -359,9 +364,6 @@ def test_close_runs_what_is_queued(deferred: Backend) -> None:
 
 
 def test_dropped_backend_ends_its_threads(make_backend: Callable[..., Backend]) -> None:
-    from zero_plugin.runtime.backend import Services
-    from zero_plugin.runtime.threads import ThreadsBackend
-
     services = Services(kernels=make_backend("inline").kernels, ledger=Ledger(), trace=None)
     dropped = ThreadsBackend(services=services)
     dropped.lane("lane", "host").submit(Note([], "a")).wait()
@@ -431,7 +433,11 @@ def test_operation_writes_a_leaf_that_requires_grad(backend: Backend) -> None:
 
 def test_copy_casts_and_counts(backend: Backend, ledger: Ledger) -> None:
     source = torch.randn(33)
-    half, whole, numbers = torch.empty(33, dtype=torch.bfloat16), torch.empty(3, 11), torch.arange(5)
+    half, whole, numbers = (
+        torch.empty(33, dtype=torch.bfloat16),
+        torch.empty(3, 11),
+        torch.arange(5),
+    )
     kept = torch.empty(5, dtype=torch.int64)
     lane = backend.lane("down", "device")
     lane.submit(

@@ -14,7 +14,7 @@ from runtime.cuda_scenarios import SCENARIOS, Held, Rig
 from runtime.fake_cuda import FakeDriver, Machine, RecordingKernels
 
 import zero_plugin.runtime.cuda as cuda_module
-from zero_plugin.runtime.backend import Services
+from zero_plugin.runtime.execution import Services
 from zero_plugin.runtime.operations import Copy
 from zero_plugin.trace import Ledger
 
@@ -119,9 +119,7 @@ def test_refused_pinning_falls_back_with_one_warning() -> None:
     machine = Machine()
     driver = FakeDriver(machine, refuse_pinning="out of memory")
     services = Services(kernels=RecordingKernels(machine), ledger=Ledger(), trace=None)
-    backend = cuda_module.CudaBackend(
-        services=services, device=torch.device("cpu"), driver=driver
-    )
+    backend = cuda_module.CudaBackend(services=services, device=torch.device("cpu"), driver=driver)
     with pytest.warns(RuntimeWarning, match="out of memory.*RLIMIT_MEMLOCK") as caught:
         memory = [backend.allocate(4096, "host") for _ in range(3)]
     assert len(caught) == 1

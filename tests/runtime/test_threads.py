@@ -64,9 +64,7 @@ def test_impossible_latency_is_refused() -> None:
     [("auto", "threads"), ("inline", "inline"), ("threads", "threads"), ("chaos", "chaos")],
 )
 def test_create_backend(name: str, expected: str) -> None:
-    backend = create_backend(
-        name, device=CPU, kernels=TorchKernels(), trace=None, ledger=Ledger()
-    )
+    backend = create_backend(name, device=CPU, kernels=TorchKernels(), trace=None, ledger=Ledger())
     assert backend.name == expected
     backend.close()
     assert backend.closed

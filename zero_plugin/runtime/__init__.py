@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_plugin.runtime.backend import Backend, Lane, LaneKind, Memory, Ticket, TicketState
+from zero_plugin.runtime.backend import Backend, Lane, LaneKind, Memory
 from zero_plugin.runtime.buffers import Lease, LeaseState, SlabPool
 from zero_plugin.runtime.operations import (
     Accumulate,
@@ -16,6 +16,7 @@ from zero_plugin.runtime.operations import (
 )
 from zero_plugin.runtime.select import BackendName, create_backend
 from zero_plugin.runtime.threads import Latency
+from zero_plugin.runtime.ticket import Ticket, TicketState
 
 __all__ = [
     "Accumulate",

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from zero_plugin.runtime.backend import LaneKind, ProgramOrder, Services, Ticket
+from zero_plugin.runtime.backend import LaneKind
+from zero_plugin.runtime.execution import Services
 from zero_plugin.runtime.operations import fill_bytes
 from zero_plugin.runtime.threads import (
     LatencyModel,
@@ -26,6 +27,7 @@ from zero_plugin.runtime.threads import (
     WorkerLane,
     latency_for,
 )
+from zero_plugin.runtime.ticket import ProgramOrder, Ticket
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -31,21 +31,17 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from zero_plugin.errors import LaneError
-from zero_plugin.runtime.backend import (
-    Backend,
-    Follower,
-    Lane,
-    LaneKind,
-    Memory,
-    ProgramOrder,
+from zero_plugin.runtime.backend import Backend, Lane, LaneKind, Memory
+from zero_plugin.runtime.execution import (
+    Job,
     Services,
-    Ticket,
-    TicketState,
     first_failure,
+    gradient_free,
     profiler_range,
 )
 from zero_plugin.runtime.memory import map_pages
-from zero_plugin.runtime.threads import Job, Worker, WorkerLane, gradient_free
+from zero_plugin.runtime.threads import Worker, WorkerLane
+from zero_plugin.runtime.ticket import ENDED, Follower, ProgramOrder, Ticket, TicketState
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -242,14 +238,13 @@ class DeviceTicket(Ticket[T]):
     def _end(self, cause: Exception | None) -> None:
         # Several threads may see the event pass; the first ends the ticket.
         if cause is None:
-            self.move(TicketState.DONE, unless=_ENDED)
+            self.move(TicketState.DONE, unless=ENDED)
         elif not super().done:
             self.fail(cause)
         self._operation = None
 
 
 _WAKE, _STOP = object(), object()
-_ENDED = frozenset({TicketState.DONE, TicketState.FAILED, TicketState.POISONED})
 
 
 class DeviceLane(Lane):

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
-from zero_plugin.runtime.backend import (
-    Backend,
-    HostCompute,
-    Lane,
-    LaneKind,
-    Memory,
-    ProgramOrder,
+from zero_plugin.runtime.backend import Backend, HostCompute, Lane, LaneKind, Memory
+from zero_plugin.runtime.execution import (
+    Job,
     Services,
-    Ticket,
     first_failure,
+    gradient_free,
     run_operation,
 )
 from zero_plugin.runtime.memory import allocate_host
+from zero_plugin.runtime.ticket import ProgramOrder, Ticket
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
-    from zero_plugin.runtime.buffers import Lease
     from zero_plugin.runtime.operations import Operation
 
 T = TypeVar("T")
@@ -34,38 +28,36 @@ T = TypeVar("T")
 class InlineLane(Lane):
     """Runs what is submitted before `submit` returns."""
 
-    def submit(
-        self,
-        operation: Operation[T],
-        *,
-        after: Sequence[Ticket[Any]] = (),
-        leases: Sequence[Lease] = (),
-    ) -> Ticket[T]:
-        """Runs `operation` and returns its ticket, which has ended."""
-        order = self._order
-        with order.lock:
-            sequence = order.take(self.name, operation.label, after)
-            for lease in leases:
-                lease.check_open()
-            dependencies = (*after, *self._pending_followed()) if self._followed else after
-        ticket: Ticket[T] = self._new_ticket(operation.label, sequence)
-        self._trace_issue(ticket, operation)
-        failure = first_failure(dependencies)
-        if failure is not None:
-            ticket.poison(failure)
-            return ticket
-        self._enqueue(ticket, operation, ())
-        return ticket
+    def __init__(
+        self, *, name: str, kind: LaneKind, order: ProgramOrder, services: Services
+    ) -> None:
+        super().__init__(name=name, kind=kind, order=order, services=services)
+        self._queue: deque[Job] = deque()
+        self._running = threading.Lock()
 
     def _enqueue(
         self, ticket: Ticket[T], operation: Operation[T], dependencies: tuple[Ticket[Any], ...]
     ) -> None:
-        del dependencies
-        ticket.start()
-        with torch.inference_mode(mode=False), torch.no_grad():
+        self._queue.append(Job(ticket=ticket, operation=operation, dependencies=dependencies))
+
+    def _advance(self) -> None:
+        with self._running:
+            while self._queue:
+                self._run(self._queue.popleft())
+
+    def _run(self, job: Job) -> None:
+        ticket, operation = job.ticket, job.operation
+        failure = first_failure(job.dependencies)
+        if failure is not None:
+            ticket.poison(failure)
+            return
+        if operation is None or not ticket.start():
+            return
+        with gradient_free():
             value, error = run_operation(ticket, operation, self._services)
+        job.operation = operation = None
         if error is None:
-            ticket.finish(value)  # pyright: ignore[reportArgumentType]
+            ticket.finish(value)
         else:
             self._unseen.put(ticket.fail(error))
 

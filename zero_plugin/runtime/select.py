@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from zero_plugin.errors import ConfigError
-from zero_plugin.runtime.backend import Services
+from zero_plugin.runtime.execution import Services
 from zero_plugin.runtime.inline import InlineBackend
 from zero_plugin.runtime.threads import ThreadsBackend
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import torch
 
 from zero_plugin.runtime.backend import (
     Backend,
@@ -19,14 +17,17 @@ from zero_plugin.runtime.backend import (
     Lane,
     LaneKind,
     Memory,
-    ProgramOrder,
-    Services,
-    Ticket,
     UnseenFailure,
+)
+from zero_plugin.runtime.execution import (
+    Job,
+    Services,
     first_failure,
+    gradient_free,
     run_operation,
 )
 from zero_plugin.runtime.memory import allocate_host
+from zero_plugin.runtime.ticket import ProgramOrder, Ticket
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from zero_plugin.runtime.operations import Operation
 
 T = TypeVar("T")
-Scope = Callable[[], AbstractContextManager[None]]
+Scope = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,22 +71,6 @@ def latency_for(model: LatencyModel, lane: str) -> Latency | None:
     if model is None or isinstance(model, Latency):
         return model
     return model.get(lane)
-
-
-@contextmanager
-def gradient_free() -> Generator[None]:
-    """Grad mode and inference mode off, as a lane's thread wants them, whatever the caller's."""
-    with torch.inference_mode(mode=False), torch.no_grad():
-        yield
-
-
-@dataclass(kw_only=True, slots=True)
-class Job:
-    """One queued operation. `operation` is let go of before the ticket ends."""
-
-    ticket: Ticket[Any]
-    operation: Operation[Any] | None
-    dependencies: tuple[Ticket[Any], ...]
 
 
 class Worker:
