@@ -103,7 +103,7 @@ class Machine:
             memory = blocks.pop() if blocks else torch.zeros(nbytes, dtype=torch.uint8)
             return fake_tensor(memory, self)
 
-    def free(self, tensor: FakeCudaTensor, stream: str) -> None:
+    def free(self, tensor: Tensor, stream: str) -> None:
         """The storage of `tensor`, allocated on `stream`, goes back to the allocator."""
         with self.lock:
             block = plain(tensor).view(torch.uint8)

@@ -6,13 +6,14 @@ import gc
 import itertools
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from runtime.probes import Fail, Gate, Note
 
 from zero_plugin.errors import BudgetError, LeaseError
-from zero_plugin.runtime.backend import Backend
+from zero_plugin.runtime.backend import Backend, Memory
 from zero_plugin.runtime.buffers import LEASE_MOVES, LeaseState, SlabPool
 from zero_plugin.runtime.memory import PAGE, allocate_host, page_aligned
 
@@ -21,7 +22,7 @@ Make = Callable[..., SlabPool]
 
 @pytest.fixture
 def make_pool(backend: Backend) -> Make:
-    def make(*, slabs: int = 2, slab_bytes: int = 1000, memory: str = "host") -> SlabPool:
+    def make(*, slabs: int = 2, slab_bytes: int = 1000, memory: Memory = "host") -> SlabPool:
         return SlabPool(
             name="staging",
             backend=backend,
@@ -79,8 +80,7 @@ def test_allocation_is_exact_zeroed_and_aligned(backend: Backend, nbytes: int) -
 
 
 def resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        return int(statm.read().split()[1]) * PAGE
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * PAGE
 
 
 def test_host_memory_is_resident_before_use_and_gone_after() -> None:
@@ -103,7 +103,7 @@ def test_page_aligned() -> None:
 
 
 def test_pool_without_slabs_is_refused(make_pool: Make) -> None:
-    with pytest.raises(BudgetError, match="'staging' was given 0 slabs .* raise 'pinned_limit'"):
+    with pytest.raises(BudgetError, match=r"'staging' was given 0 slabs .* raise 'pinned_limit'"):
         make_pool(slabs=0)
     with pytest.raises(BudgetError, match="slabs of 0 bytes"):
         make_pool(slab_bytes=0)
@@ -224,7 +224,7 @@ def test_many_threads_share_a_pool(deferred: Backend) -> None:
         name="p", backend=deferred, slab_bytes=64, slabs=4, memory="host", setting="host_limit"
     )
     lane = deferred.lane("lane", "host")
-    errors: list[BaseException] = []
+    errors: list[Exception] = []
 
     def work(value: float) -> None:
         try:
@@ -234,7 +234,7 @@ def test_many_threads_share_a_pool(deferred: Backend) -> None:
                 tensor.fill_(value)
                 assert tensor.eq(value).all()
                 lease.release(after=lane.submit(Note([], "x"), leases=[lease]))
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001 - shown by the main thread
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(float(value),)) for value in range(4)]

@@ -17,11 +17,13 @@ import torch
 from runtime.probes import Fail, Gate, Holder, Modes, Note
 
 from zero_plugin.errors import LaneError
-from zero_plugin.runtime.backend import Backend
+from zero_plugin.runtime.backend import Backend, LaneKind
+from zero_plugin.runtime.buffers import Lease, SlabPool
 from zero_plugin.runtime.execution import Services
 from zero_plugin.runtime.operations import (
     Accumulate,
     Collective,
+    CollectiveKind,
     Copy,
     NormPartials,
     SumRanks,
@@ -32,14 +34,14 @@ from zero_plugin.runtime.threads import ThreadsBackend
 from zero_plugin.runtime.ticket import TICKET_MOVES, Ticket, TicketState
 from zero_plugin.trace import Ledger, Trace
 
-KINDS = ("device", "host")
+KINDS: tuple[LaneKind, LaneKind] = ("device", "host")
 
 
 # ------------------------------------------------------------------ order
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_lane_is_first_in_first_out(backend: Backend, kind: str) -> None:
+def test_lane_is_first_in_first_out(backend: Backend, kind: LaneKind) -> None:
     lane, log = backend.lane("lane", kind), []
     names = [f"op{place}" for place in range(20)]
     for place, name in enumerate(names):
@@ -50,7 +52,7 @@ def test_lane_is_first_in_first_out(backend: Backend, kind: str) -> None:
 
 @pytest.mark.parametrize("first", KINDS)
 @pytest.mark.parametrize("second", KINDS)
-def test_after_orders_lanes(backend: Backend, first: str, second: str) -> None:
+def test_after_orders_lanes(backend: Backend, first: LaneKind, second: LaneKind) -> None:
     one, two, log = backend.lane("one", first), backend.lane("two", second), []
     ticket = one.submit(Note(log, "a", pause=0.02))
     two.submit(Note(log, "b"), after=[ticket]).wait()
@@ -59,7 +61,9 @@ def test_after_orders_lanes(backend: Backend, first: str, second: str) -> None:
 
 @pytest.mark.parametrize("first", KINDS)
 @pytest.mark.parametrize("second", KINDS)
-def test_on_orders_everything_submitted_later(backend: Backend, first: str, second: str) -> None:
+def test_on_orders_everything_submitted_later(
+    backend: Backend, first: LaneKind, second: LaneKind
+) -> None:
     one, two, log = backend.lane("one", first), backend.lane("two", second), []
     ticket = one.submit(Note(log, "a", pause=0.02))
     ticket.on(two)
@@ -93,10 +97,9 @@ def test_host_is_free_while_a_lane_waits(deferred: Backend) -> None:
 def test_chain_over_many_lanes(backend: Backend) -> None:
     log: list[str] = []
     lanes = [backend.lane(f"lane{place}", KINDS[place % 2]) for place in range(6)]
-    ticket: Ticket | None = None
+    ticket = backend.mark("start")
     for place in range(60):
-        after = [] if ticket is None else [ticket]
-        ticket = lanes[place % 6].submit(Note(log, str(place)), after=after)
+        ticket = lanes[place % 6].submit(Note(log, str(place)), after=[ticket])
     ticket.wait()
     assert log == [str(place) for place in range(60)]
 
@@ -135,7 +138,7 @@ def test_refuses_a_ticket_issued_later(backend: Backend) -> None:
     lane, log = backend.lane("lane", "host"), []
     real = lane.submit(Note(log, "a"))
     later = Ticket(label="later", lane="lane", sequence=real.sequence + 100, order=real.order)
-    with pytest.raises(LaneError, match="cannot come after 'later', number 100"):
+    with pytest.raises(LaneError, match=r"cannot come after 'later', number 100"):
         lane.submit(Note(log, "b"), after=[later])
     with pytest.raises(LaneError, match="cannot come after 'later'"):
         later.on(lane)
@@ -164,7 +167,7 @@ def test_closed_backend_refuses(backend: Backend) -> None:
     lane = backend.lane("lane", "device")
     ticket = lane.submit(Note([], "a"))
     backend.close()
-    with pytest.raises(LaneError, match="'late' was submitted .* closed; create a new backend"):
+    with pytest.raises(LaneError, match=r"'late' was submitted .* closed; create a new backend"):
         lane.submit(Note([], "late"))
     with pytest.raises(LaneError, match="asked of a closed"):
         backend.lane("new", "host")
@@ -177,7 +180,7 @@ def test_closed_backend_refuses(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_error_is_raised_where_it_is_awaited(backend: Backend, kind: str) -> None:
+def test_error_is_raised_where_it_is_awaited(backend: Backend, kind: LaneKind) -> None:
     lane = backend.lane("lane", kind)
     ticket = lane.submit(Fail(label="reduce unit 3"))
     for _ in range(2):
@@ -192,14 +195,14 @@ def test_error_is_raised_where_it_is_awaited(backend: Backend, kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_failure_poisons_dependants_over_lanes(backend: Backend, kind: str) -> None:
+def test_failure_poisons_dependants_over_lanes(backend: Backend, kind: LaneKind) -> None:
     one, two, three = (backend.lane(name, kind) for name in ("one", "two", "three"))
     log: list[str] = []
     root = one.submit(Fail(label="root"))
     middle = two.submit(Note(log, "middle"), after=[root])
     leaf = three.submit(Note(log, "leaf"), after=[middle])
     with pytest.raises(
-        LaneError, match="'leaf' .* did not run, because 'root' .* failed"
+        LaneError, match=r"'leaf' .* did not run, because 'root' .* failed"
     ) as caught:
         leaf.wait()
     assert isinstance(caught.value.__cause__, ValueError)
@@ -232,7 +235,7 @@ def test_compute_refuses_to_follow_a_failure(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_lane_goes_on_after_an_error(backend: Backend, kind: str) -> None:
+def test_lane_goes_on_after_an_error(backend: Backend, kind: LaneKind) -> None:
     lane, log = backend.lane("lane", kind), []
     lane.submit(Fail())
     lane.submit(Note(log, "a"))
@@ -305,7 +308,7 @@ def test_several_threads_submit(backend: Backend) -> None:
 
 
 def interrupt_main() -> None:
-    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 def test_keyboard_interrupt_in_wait_leaves_all_usable(deferred: Backend) -> None:
@@ -337,20 +340,22 @@ def test_keyboard_interrupt_in_close_can_be_closed_again(deferred: Backend) -> N
     assert not [t for t in threading.enumerate() if t.name.startswith("zero-lane")]
 
 
-class _InterruptedLease:
-    def check_open(self) -> None:
-        pass
-
+class _InterruptedLease(Lease):
     def lend(self, ticket: Ticket) -> None:
         raise KeyboardInterrupt
 
 
 def test_interrupt_inside_submit_leaves_no_unending_ticket(deferred: Backend) -> None:
     lane, log = deferred.lane("lane", "host"), []
+    pool = SlabPool(
+        name="p", backend=deferred, slab_bytes=64, slabs=1, memory="host", setting="host_limit"
+    )
+    lease = _InterruptedLease(holder="x", pool=pool, buffer=torch.zeros(64, dtype=torch.uint8))
     with pytest.raises(KeyboardInterrupt):
-        lane.submit(Note(log, "a"), leases=[_InterruptedLease()])
+        lane.submit(Note(log, "a"), leases=[lease])
     lane.submit(Note(log, "b")).wait()
     deferred.drain()
+    pool.close()
     assert log == ["b"]
 
 
@@ -380,7 +385,7 @@ def test_dropped_backend_ends_its_threads(make_backend: Callable[..., Backend]) 
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_ended_ticket_keeps_no_buffer(backend: Backend, kind: str, fails: bool) -> None:
+def test_ended_ticket_keeps_no_buffer(backend: Backend, kind: LaneKind, fails: bool) -> None:
     tensor = torch.zeros(1000)
     watch = weakref.ref(tensor)
     lane = backend.lane("lane", kind)
@@ -412,7 +417,7 @@ def test_ended_ticket_keeps_no_earlier_ticket(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_operations_run_without_grad_or_inference_mode(backend: Backend, kind: str) -> None:
+def test_operations_run_without_grad_or_inference_mode(backend: Backend, kind: LaneKind) -> None:
     lane = backend.lane("lane", kind)
     with torch.inference_mode():
         assert lane.submit(Modes()).wait() == (False, False)
@@ -491,15 +496,15 @@ class _Group:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
 
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, *, tag: int) -> None:
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, *, tag: int) -> None:  # noqa: A002
         self.calls.append(("reduce_scatter", tag))
         output.copy_(input[0])
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, tag: int) -> None:
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, tag: int) -> None:  # noqa: A002
         self.calls.append(("all_gather", tag))
         output[0].copy_(input)
 
-    def all_reduce(self, output: torch.Tensor, input: torch.Tensor, *, tag: int) -> None:
+    def all_reduce(self, output: torch.Tensor, input: torch.Tensor, *, tag: int) -> None:  # noqa: A002
         self.calls.append(("all_reduce", tag))
         output.copy_(input)
 
@@ -508,9 +513,12 @@ def test_collectives_call_the_group_in_order(backend: Backend) -> None:
     group, lane = _Group(), backend.lane("group", "device")
     full, shard = torch.arange(4.0).view(1, 4), torch.empty(4)
     back, again = torch.empty(1, 4), torch.empty(4)
-    for tag, (kind, output, source) in enumerate(
-        [("reduce_scatter", shard, full), ("all_gather", back, shard), ("all_reduce", again, shard)]
-    ):
+    calls: list[tuple[CollectiveKind, torch.Tensor, torch.Tensor]] = [
+        ("reduce_scatter", shard, full),
+        ("all_gather", back, shard),
+        ("all_reduce", again, shard),
+    ]
+    for tag, (kind, output, source) in enumerate(calls):
         lane.submit(
             Collective(kind=kind, group=group, output=output, input=source, tag=tag, label=kind)
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from runtime.probes import Note, TorchKernels
 
 from zero_plugin.errors import ConfigError
-from zero_plugin.runtime import Copy, Latency, create_backend
+from zero_plugin.runtime import BackendName, Copy, Latency, create_backend
 from zero_plugin.runtime.backend import Backend
 from zero_plugin.trace import Ledger, Trace
 
@@ -63,7 +64,7 @@ def test_impossible_latency_is_refused() -> None:
     ("name", "expected"),
     [("auto", "threads"), ("inline", "inline"), ("threads", "threads"), ("chaos", "chaos")],
 )
-def test_create_backend(name: str, expected: str) -> None:
+def test_create_backend(name: BackendName, expected: str) -> None:
     backend = create_backend(name, device=CPU, kernels=TorchKernels(), trace=None, ledger=Ledger())
     assert backend.name == expected
     backend.close()
@@ -80,7 +81,7 @@ def test_create_backend(name: str, expected: str) -> None:
     ],
 )
 def test_create_backend_refuses(
-    name: str, device: torch.device, options: dict[str, object], message: str
+    name: Any, device: torch.device, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         create_backend(
