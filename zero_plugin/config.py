@@ -42,13 +42,17 @@ def parse_bytes(value: int | str, name: str = "size") -> int:
         ConfigError: the value is negative, or is not a number with a known unit.
     """
     if isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} is not a byte count: give bytes or a string such as '8GiB'")
+        raise ConfigError(
+            f"{name}={value!r} is not a byte count: give bytes or a string such as '8GiB'"
+        )
     if isinstance(value, int):
         number, unit = float(value), ""
     else:
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
         if match is None or match[2].lower() not in _BYTE_UNITS:
-            raise ConfigError(f"{name}={value!r} is not a byte count: give bytes or a string such as '8GiB'")
+            raise ConfigError(
+                f"{name}={value!r} is not a byte count: give bytes or a string such as '8GiB'"
+            )
         number, unit = float(match[1]), match[2].lower()
     if number < 0:
         raise ConfigError(f"{name}={value!r} is negative: a byte count is 0 or more")
@@ -168,7 +172,11 @@ class ZeroConfig:
                 import difflib
 
                 near = difflib.get_close_matches(key, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known settings are {', '.join(known)}"
+                hint = (
+                    f"did you mean {near[0]!r}?"
+                    if near
+                    else f"known settings are {', '.join(known)}"
+                )
                 raise ConfigError(f"unknown setting {key!r} (value {values[key]!r}): {hint}")
         return cls(**values)
 
@@ -189,7 +197,9 @@ class ZeroConfig:
 
     def limit(self, tier: Tier) -> int | None:
         """The byte limit of a tier, or None."""
-        value = {"device": self.device_limit, "host": self.host_limit, "nvme": self.nvme_limit}[tier]
+        value = {"device": self.device_limit, "host": self.host_limit, "nvme": self.nvme_limit}[
+            tier
+        ]
         return None if value is None else parse_bytes(value, f"{tier}_limit")
 
     @property
@@ -224,7 +234,9 @@ class ZeroConfig:
             if value is not None:
                 parse_bytes(value, name)
         if parse_bytes(self.bucket_bytes, "bucket_bytes") < 64:
-            raise ConfigError(f"bucket_bytes={self.bucket_bytes!r} is below 64 bytes: the default is '32MiB'")
+            raise ConfigError(
+                f"bucket_bytes={self.bucket_bytes!r} is below 64 bytes: the default is '32MiB'"
+            )
         positive = {
             "timeout_seconds": self.timeout_seconds,
             "nonfinite_patience": self.nonfinite_patience,
@@ -232,7 +244,7 @@ class ZeroConfig:
             "threads": 1 if self.threads is None else self.threads,
         }
         for name, value in positive.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            if type(value) not in (int, float) or not value > 0:
                 raise ConfigError(f"{name}={value!r} must be a number above 0")
         self._check_loss_scale()
 
@@ -241,8 +253,12 @@ class ZeroConfig:
         if scale is None or scale == "dynamic":
             return
         if isinstance(scale, (bool, str)) or not scale > 0:
-            raise ConfigError(f"loss_scale={scale!r} must be a positive power of two, 'dynamic' or None")
-        mantissa, _ = float(scale).as_integer_ratio() if scale >= 1 else (1 / float(scale)).as_integer_ratio()
+            raise ConfigError(
+                f"loss_scale={scale!r} must be a positive power of two, 'dynamic' or None"
+            )
+        mantissa, _ = (
+            float(scale).as_integer_ratio() if scale >= 1 else (1 / float(scale)).as_integer_ratio()
+        )
         if mantissa & (mantissa - 1):
             raise ConfigError(
                 f"loss_scale={scale!r} is not a power of two, so that unscaling would round every gradient: "

@@ -11,8 +11,9 @@ import socket
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,13 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from zero_plugin.config import ZeroConfig
-from zero_plugin.errors import BudgetError, ConfigError, EngineStateError, NonFiniteGradientError, ParameterError
+from zero_plugin.errors import (
+    BudgetError,
+    ConfigError,
+    EngineStateError,
+    NonFiniteGradientError,
+    ParameterError,
+)
 from zero_plugin.grads.norm import Clip, NormSummary, clip_factor, merge_partials, norm_of
 from zero_plugin.grads.offload import GradientShards
 from zero_plugin.grads.reducer import DTYPES, GradientReducer
@@ -29,23 +36,40 @@ from zero_plugin.grads.scaler import LossScaler
 from zero_plugin.grads.sentinel import GradientSentinel
 from zero_plugin.kernels import Kernels, NormPartial
 from zero_plugin.optim import facade
+from zero_plugin.optim.kept import KeptStates
 from zero_plugin.optim.pipeline import Buckets, StepPipeline
 from zero_plugin.optim.states import OptimizerStates
 from zero_plugin.runtime.backend import Backend
 from zero_plugin.runtime.select import create_backend
 from zero_plugin.sharding.group import ProcessGroup
 from zero_plugin.sharding.hooks import ForwardHook, GradientHooks, bump_versions
-from zero_plugin.sharding.partition import Block, ManagedParameter, collect_parameters, form_blocks
+from zero_plugin.sharding.partition import (
+    Block,
+    ManagedParameter,
+    ShardPlace,
+    collect_parameters,
+    form_blocks,
+)
 from zero_plugin.trace import Ledger, Trace
 
+MEMORY_KINDS: tuple[str, ...] = (
+    "params",
+    "master",
+    "moments",
+    "gradients",
+    "activations",
+    "staging",
+)
+"""Keys of each tier in `ZeroEngine.memory()`."""
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Summary:
     """What all ranks know about one optimizer's gradients before a step."""
 
-    def __init__(self, generation: int, norm: NormSummary, present: set[int]) -> None:
-        self.generation = generation
-        self.norm = norm
-        self.present = present
+    generation: int
+    norm: NormSummary
+    present: set[int]
 
 
 class ZeroEngine:
@@ -67,7 +91,10 @@ class ZeroEngine:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], config: ZeroConfig | None = None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        config: ZeroConfig | None = None,
     ) -> None:
         self.model = model
         self.config = config or ZeroConfig()
@@ -75,7 +102,9 @@ class ZeroEngine:
             (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
         )
         if not self.optimizers:
-            raise ConfigError("the engine was given no optimizer: give one torch optimizer, or a sequence of them")
+            raise ConfigError(
+                "the engine was given no optimizer: give one torch optimizer, or a sequence of them"
+            )
         members = collect_parameters(model, self.optimizers)
         self._device = _one_device(model, members)
         self._closed = False
@@ -90,8 +119,9 @@ class ZeroEngine:
         self._kernels = Kernels(threads=self._choose_threads(), isa=self.config.instruction_set)
         self._group.use_kernels(self._kernels)
         self._backend = self._make_backend()
-        self._finalizer = weakref.finalize(self, _shut_down, self._backend, self._kernels, self._group)
-        self._finalizer.atexit = True
+        self._finalizer = weakref.finalize(
+            self, _shut_down, self._backend, self._kernels, self._group
+        )
         self._scaler = LossScaler(self.config.loss_scale)
         self._gradients = GradientShards(
             self._backend,
@@ -104,7 +134,9 @@ class ZeroEngine:
             self._group,
             self._gradients,
             self.config.optimizer,
-            Buckets(gathered=lambda: self._reducer.fill_pool, chunk=lambda: self._reducer.output_pool),
+            Buckets(
+                gathered=lambda: self._reducer.fill_pool, chunk=lambda: self._reducer.output_pool
+            ),
             sharded=self.config.shards_optimizer,
         )
         self._hooks = GradientHooks(self._reducer)
@@ -119,7 +151,8 @@ class ZeroEngine:
         """Whether the last optimizer step was skipped."""
         try:
             self._states = [
-                OptimizerStates(item, self._backend, self.config.optimizer) for item in self.optimizers
+                OptimizerStates(item, self._backend, self.config.optimizer)
+                for item in self.optimizers
             ]
             self._equalise_ranks()
             self._manage(members)
@@ -142,7 +175,7 @@ class ZeroEngine:
             self.scale_loss(loss).backward(**arguments)
 
     @contextmanager
-    def backward_context(self) -> Iterator[None]:
+    def backward_context(self) -> Generator[None]:
         """What `backward` does around a framework's own call of `loss.backward()`.
 
         An exception in the backward drops the gradients of the step and is raised on.
@@ -167,7 +200,7 @@ class ZeroEngine:
         return loss if self._scaler.scale == 1.0 else loss * self._scaler.scale
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> Generator[None]:
         """Backwards inside are not the last of their step.
 
         At stages 0 and 1 their gradients are added up locally and reduced once, with the last. At stage 2 every
@@ -183,7 +216,9 @@ class ZeroEngine:
 
     # Step --------------------------------------------------------------------------------------------------------
 
-    def step(self, optimizer: Optimizer | None = None, closure: Callable[[], Any] | None = None) -> Any:
+    def step(
+        self, optimizer: Optimizer | None = None, closure: Callable[[], Any] | None = None
+    ) -> Any:
         """Update the weights of one optimizer, or of all.
 
         Args:
@@ -243,7 +278,9 @@ class ZeroEngine:
         merged = merge_partials(self._summary(number).norm for number in numbers)
         before = {self._clips.get(number, Clip()).factor for number in numbers}
         if len(before) > 1:
-            raise ConfigError("the optimizers were clipped by different factors already: clip each one by itself")
+            raise ConfigError(
+                "the optimizers were clipped by different factors already: clip each one by itself"
+            )
         factor = before.pop()
         norm = norm_of(merged, norm_type, self._scaler.scale) * factor
         if error_if_nonfinite and merged.nonfinite:
@@ -272,13 +309,13 @@ class ZeroEngine:
     # Access ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def full_params(self) -> Iterator[None]:
+    def full_params(self) -> Generator[None]:
         """Inside, every parameter holds its full, finished weights. At stages 0 to 2 they always do after a step."""
         self._check_open("full_params")
         yield
 
     @contextmanager
-    def full_grads(self) -> Iterator[None]:
+    def full_grads(self) -> Generator[None]:
         """Inside, `Parameter.grad` holds the full averaged, unscaled, unclipped gradient, to read; a collective.
 
         A gradient no rank has is None. Writes are not carried into the step.
@@ -298,7 +335,11 @@ class ZeroEngine:
                 fulls = self._pipeline.gather_chunk(block, chunk.to(block.device))
                 for member, full in zip(block.parameters, fulls, strict=True):
                     sentinels[member.index] = member.parameter.grad
-                    grad = full.to(block.device, torch.float32).div_(self._scaler.scale).to(block.dtype)
+                    grad = (
+                        full.to(block.device, torch.float32)
+                        .div_(self._scaler.scale)
+                        .to(block.dtype)
+                    )
                     member.parameter.grad = grad if member.index in present else None
         try:
             yield
@@ -311,9 +352,13 @@ class ZeroEngine:
         self._check_open("full_state_dict")
         if self._group.rank != 0:
             return {}
-        return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
+        return {
+            name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()
+        }
 
-    def optimizer_state_dict(self, optimizer: Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+    def optimizer_state_dict(
+        self, optimizer: Optimizer, *, rank0_only: bool = False
+    ) -> dict[str, Any]:
         """An optimizer's full state in torch's format, with the fp32 masters of low-precision weights.
 
         A collective. Weights that user code wrote since the last step are taken into the masters first.
@@ -327,7 +372,7 @@ class ZeroEngine:
         with torch.inference_mode(mode=False), torch.no_grad():
             self._import_foreign_writes(self._number(optimizer))
             return states.state_dict(
-                lambda block, chunk: self._pipeline.gather_chunk(block, chunk),
+                self._pipeline.gather_chunk,
                 keep=not rank0_only or self._group.rank == 0,
             )
 
@@ -370,9 +415,12 @@ class ZeroEngine:
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes of each kind of state in each tier, on this rank, staging and padding included."""
-        kinds = ("params", "master", "moments", "gradients", "activations", "staging")
-        table = {tier: dict.fromkeys(kinds, 0) for tier in ("device", "host", "nvme")}
-        table["device"]["params"] = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        table: dict[str, dict[str, int]] = {
+            tier: dict.fromkeys(MEMORY_KINDS, 0) for tier in ("device", "host", "nvme")
+        }
+        table["device"]["params"] = sum(
+            p.numel() * p.element_size() for p in self.model.parameters()
+        )
         states = [block for item in self._states for block in item.blocks.values()]
         table[self.config.optimizer]["master"] = sum(item.master_bytes for item in states)
         table[self.config.optimizer]["moments"] = sum(item.moment_bytes for item in states)
@@ -409,6 +457,14 @@ class ZeroEngine:
             if self._group.size == 1:
                 self._backend.settle()
 
+    def keep_states(self) -> KeptStates:
+        """The optimizer states, to read after `close`: call it right before."""
+        return KeptStates(
+            self._states,
+            size=self._group.size if self.config.shards_optimizer else 1,
+            timeout_seconds=self.config.timeout_seconds,
+        )
+
     def close(self) -> None:
         """Stop threads, free buffers and take the hooks off; idempotent. The model is plain afterwards."""
         if self._closed:
@@ -430,7 +486,9 @@ class ZeroEngine:
             part.close()
         self._finalizer()
         if self._trace is not None and self.config.trace is not None:
-            self._trace.write_chrome(_trace_path(self.config.trace, self._group.rank, self._group.size))
+            self._trace.write_chrome(
+                _trace_path(self.config.trace, self._group.rank, self._group.size)
+            )
 
     def __enter__(self) -> Self:
         """The engine itself."""
@@ -457,7 +515,9 @@ class ZeroEngine:
                 return
             self._consecutive_skips = 0
             self._scaler.record(overflow=False)
-            self._update(number, summary, Clip(factor=clip.factor / self._scaler.scale, value=clip.value))
+            self._update(
+                number, summary, Clip(factor=clip.factor / self._scaler.scale, value=clip.value)
+            )
 
     def optimizer_zero_grad(self, optimizer: Optimizer, *, set_to_none: bool) -> None:
         """Clear one optimizer's gradients; `optimizer.zero_grad()` comes here."""
@@ -513,11 +573,13 @@ class ZeroEngine:
             present = {index for index in members if self._reducer.is_present(index)}
             if self._group.size > 1:
                 norm, present = self._agree(norm, members, present)
-        summary = _Summary(self._reducer.generation, norm, present)
+        summary = _Summary(generation=self._reducer.generation, norm=norm, present=present)
         self._summaries[number] = summary
         return summary
 
-    def _agree(self, norm: NormSummary, members: list[int], present: set[int]) -> tuple[NormSummary, set[int]]:
+    def _agree(
+        self, norm: NormSummary, members: list[int], present: set[int]
+    ) -> tuple[NormSummary, set[int]]:
         flags = torch.tensor([index in present for index in members], dtype=torch.int64)
         rows = self._group.exchange(torch.cat([norm.to_tensor(), flags]))
         words = NormPartial.NUM_WORDS
@@ -548,7 +610,9 @@ class ZeroEngine:
                 f"in them; {cure}"
             )
         if exhausted:
-            warnings.warn(f"step skipped: {where} (loss scale {scale:g})", RuntimeWarning, stacklevel=4)
+            warnings.warn(
+                f"step skipped: {where} (loss scale {scale:g})", RuntimeWarning, stacklevel=4
+            )
 
     def _name_nonfinite(self, numbers: Sequence[int]) -> str:
         blocks = [block for block in self._blocks if block.optimizer in numbers]
@@ -562,7 +626,8 @@ class ZeroEngine:
         """Take weights that user code wrote (load_state_dict, EMA swaps) into the masters, on all ranks."""
         members = [member for member in self._members if member.optimizer == number]
         changed = [
-            member.parameter._version != self._versions[member.index] or member.moved for member in members
+            member.parameter._version != self._versions[member.index] or member.moved
+            for member in members
         ]
         if self._group.size > 1:
             rows = self._group.exchange(torch.tensor(changed, dtype=torch.int64))
@@ -603,9 +668,11 @@ class ZeroEngine:
         sharded = self.config.shards_optimizer
         blocks = form_blocks(
             members,
-            shards=self._group.size if sharded else 1,
-            rank=self._group.rank if sharded else 0,
-            world_size=self._group.size,
+            ShardPlace(
+                shards=self._group.size if sharded else 1,
+                rank=self._group.rank if sharded else 0,
+                world_size=self._group.size,
+            ),
             wire_bytes=DTYPES[self.config.reduce_dtype].itemsize,
             limit=self.config.bucket_size,
             first_index=len(self._blocks),
@@ -619,7 +686,9 @@ class ZeroEngine:
             for number, states in enumerate(self._states):
                 states.add_blocks([block for block in blocks if block.optimizer == number])
             self._reducer.add_blocks(blocks)
-            self._pipeline.add_blocks({i: s for item in self._states for i, s in item.blocks.items()})
+            self._pipeline.add_blocks(
+                {i: s for item in self._states for i, s in item.blocks.items()}
+            )
             for member in members:
                 self._hooks.attach(member)
 
@@ -650,13 +719,20 @@ class ZeroEngine:
             tensors = [item.data for item in (*self.model.parameters(), *self.model.buffers())]
             self._group.broadcast(tensors)
         if self.config.broadcast_buffers and any(True for _ in self.model.buffers()):
-            self._buffer_hook = ForwardHook(self.model, self.broadcast_buffers)
+            self._buffer_hook = ForwardHook(self.model, self._before_forward)
 
     def broadcast_buffers(self) -> None:
-        """Send rank 0's buffers to all ranks; before each training forward, all ranks."""
-        if self._group.size > 1 and self.config.broadcast_buffers and self.model.training and torch.is_grad_enabled():
+        """Send rank 0's buffers to all ranks; all ranks call it.
+
+        Done before each training forward of the model itself. For a framework that calls submodules in its own order.
+        """
+        if self._group.size > 1 and self.config.broadcast_buffers:
             with torch.inference_mode(mode=False), torch.no_grad():
                 self._group.broadcast([item.data for item in self.model.buffers()])
+
+    def _before_forward(self) -> None:
+        if self.model.training and torch.is_grad_enabled():
+            self.broadcast_buffers()
 
     def _make_backend(self) -> Backend:
         name = self.config.backend if self.config.overlap else "inline"
@@ -672,7 +748,11 @@ class ZeroEngine:
     def _choose_threads(self) -> int:
         if self.config.threads is not None:
             return self.config.threads
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
         here = zlib.crc32(socket.gethostname().encode())
         hosts = self._group.exchange(torch.tensor([here], dtype=torch.int64))
         return max(1, cores // sum(int(row[0]) == here for row in hosts))
@@ -694,7 +774,9 @@ class ZeroEngine:
 
 
 def _one_device(model: nn.Module, members: Sequence[ManagedParameter]) -> torch.device:
-    devices = {member.parameter.device for member in members} or {p.device for p in model.parameters()}
+    devices = {member.parameter.device for member in members} or {
+        p.device for p in model.parameters()
+    }
     if len(devices) > 1:
         raise ParameterError(
             f"trainable parameters lie on several devices ({', '.join(sorted(map(str, devices)))}): move the model to "

@@ -135,7 +135,8 @@ class GradientShards:
         else:
             wide = self._promote(block, shard)
             shard.ready = self._lane.submit(
-                Accumulate(destination=wide, source=arrival.chunk), after=(written, *_tickets(shard.ready))
+                Accumulate(destination=wide, source=arrival.chunk),
+                after=(written, *_tickets(shard.ready)),
             )
             arrival.lease.release(after=shard.ready)
         if last:
@@ -188,7 +189,9 @@ class GradientShards:
         shard = self._shards[block.index]
         chunk, after = self.chunk(block)
         shard.norm = None
-        shard.ready = self._lane.submit(Zero(destinations=(block.own_view(chunk, position),)), after=after)
+        shard.ready = self._lane.submit(
+            Zero(destinations=(block.own_view(chunk, position),)), after=after
+        )
 
     def find_nonfinite(self, blocks: Sequence[Block]) -> list[str]:
         """Names of the members with a NaN or infinite element in this rank's chunks."""
@@ -213,7 +216,9 @@ class GradientShards:
             self._staging = None
 
     def _start_norm(self, shard: _Shard) -> None:
-        shard.norm = self._lane.submit(NormPartials(sources=(self._current(shard),)), after=_tickets(shard.ready))
+        shard.norm = self._lane.submit(
+            NormPartials(sources=(self._current(shard),)), after=_tickets(shard.ready)
+        )
         shard.ready = shard.norm
 
     @staticmethod
@@ -235,7 +240,9 @@ class GradientShards:
         return wide
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        raw = self._backend.allocate(max(numel * dtype.itemsize, 64), "device" if self._tier == "device" else "host")
+        raw = self._backend.allocate(
+            max(numel * dtype.itemsize, 64), "device" if self._tier == "device" else "host"
+        )
         raw.zero_()
         return raw[: numel * dtype.itemsize].view(dtype)
 

@@ -60,7 +60,9 @@ class GradientReducer:
         config: bucket size, wire dtype, and whether gradients are sharded.
     """
 
-    def __init__(self, backend: Backend, group: ProcessGroup, shards: GradientShards, config: ZeroConfig) -> None:
+    def __init__(
+        self, backend: Backend, group: ProcessGroup, shards: GradientShards, config: ZeroConfig
+    ) -> None:
         self._backend = backend
         self._group = group
         self._shards = shards
@@ -211,7 +213,9 @@ class GradientReducer:
             self.end_backward()
         if self._group.size == 1:
             return
-        rows = self._group.exchange(torch.tensor([self._issued, self._forget_before], dtype=torch.int64))
+        rows = self._group.exchange(
+            torch.tensor([self._issued, self._forget_before], dtype=torch.int64)
+        )
         target = max(int(row[0]) for row in rows)
         forget = max(int(row[1]) for row in rows)
         while self._issued < target:
@@ -280,7 +284,9 @@ class GradientReducer:
         self._next = 0
         self._completed = []
         self._fills = {
-            block.index: _Fill(expected=sum(member.parameter.requires_grad for member in block.parameters))
+            block.index: _Fill(
+                expected=sum(member.parameter.requires_grad for member in block.parameters)
+            )
             for block in self._order
         }
 
@@ -380,8 +386,14 @@ class GradientReducer:
         ready = self._backend.mark(f"gradients of {block.name}")
         kind = "reduce_scatter" if self._sharded_states else "all_reduce"
         stays = self._shards.tier == "device"
-        staging = None if stays or self._output_pool is None else self._output_pool.acquire(f"reduced {block.name}")
-        output = arrival.chunk if staging is None else staging.tensor(arrival.chunk.dtype, block.chunk)
+        staging = (
+            None
+            if stays or self._output_pool is None
+            else self._output_pool.acquire(f"reduced {block.name}")
+        )
+        output = (
+            arrival.chunk if staging is None else staging.tensor(arrival.chunk.dtype, block.chunk)
+        )
         reduced = self._collectives.submit(
             Collective(
                 kind=kind,
@@ -417,7 +429,9 @@ class GradientReducer:
         if held is not None:
             merged = self._local[index]
             after = 0 if merged is None else merged.numel() * merged.element_size()
-            self._track(after - held.numel() * held.element_size() - grad.numel() * grad.element_size())
+            self._track(
+                after - held.numel() * held.element_size() - grad.numel() * grad.element_size()
+            )
 
     def _drop_local(self, index: int) -> None:
         held = self._local[index]
@@ -445,7 +459,9 @@ class GradientReducer:
         cleared = {
             member.index
             for member in self._parameters
-            if self._present[member.index] and member.parameter.grad is None and member.index != arriving
+            if self._present[member.index]
+            and member.parameter.grad is None
+            and member.index != arriving
         } | self._cleared
         self._cleared = set()
         if not cleared:
@@ -467,7 +483,12 @@ class GradientReducer:
                 self._shards.clear([block])
         self._exact = self._exact and any(self._present)
         for optimizer in {block.optimizer for block in self._order}:
-            members = [m.index for block in self._order if block.optimizer == optimizer for m in block.parameters]
+            members = [
+                m.index
+                for block in self._order
+                if block.optimizer == optimizer
+                for m in block.parameters
+            ]
             if not any(self._present[index] for index in members):
                 self.spent.discard(optimizer)
         self._forget_before = self._issued
@@ -490,17 +511,30 @@ class GradientReducer:
     def _make_pools(self) -> None:
         if self._group.size == 1 or not self._order:
             return
-        fill = max(block.layout.shards * block.chunk * max(self._wire.itemsize, block.dtype.itemsize) for block in self._order)
+        fill = max(
+            block.layout.shards * block.chunk * max(self._wire.itemsize, block.dtype.itemsize)
+            for block in self._order
+        )
         chunk = max(block.chunk for block in self._order) * torch.float32.itemsize
         if self._fill_pool is None or self._fill_pool.slab_bytes < fill:
             if self._fill_pool is not None:
                 self._fill_pool.close()
             self._fill_pool = SlabPool(
-                name="gradient buckets", backend=self._backend, slab_bytes=fill, slabs=2, memory="device", setting="bucket_bytes"
+                name="gradient buckets",
+                backend=self._backend,
+                slab_bytes=fill,
+                slabs=2,
+                memory="device",
+                setting="bucket_bytes",
             )
         if self._output_pool is None or self._output_pool.slab_bytes < chunk:
             if self._output_pool is not None:
                 self._output_pool.close()
             self._output_pool = SlabPool(
-                name="reduced chunks", backend=self._backend, slab_bytes=chunk, slabs=2, memory="device", setting="bucket_bytes"
+                name="reduced chunks",
+                backend=self._backend,
+                slab_bytes=chunk,
+                slabs=2,
+                memory="device",
+                setting="bucket_bytes",
             )

@@ -67,7 +67,11 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values that restore the scaler."""
-        return {"scale": self._next or self._scale, "good_steps": self._good_steps, "dynamic": self._dynamic}
+        return {
+            "scale": self._next or self._scale,
+            "good_steps": self._good_steps,
+            "dynamic": self._dynamic,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore.
@@ -78,7 +82,9 @@ class LossScaler:
         try:
             scale, good_steps = float(state["scale"]), int(state["good_steps"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"loss scale state {dict(state)!r} lacks a usable 'scale' or 'good_steps'") from error
+            raise CheckpointError(
+                f"loss scale state {dict(state)!r} lacks a usable 'scale' or 'good_steps'"
+            ) from error
         if not scale > 0:
             raise CheckpointError(f"loss scale state holds scale={scale!r}: it must be above 0")
         if self._dynamic:

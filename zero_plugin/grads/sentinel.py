@@ -17,40 +17,41 @@ from typing_extensions import Self
 
 from zero_plugin.errors import GradientAccessError
 
-_METADATA = frozenset(
-    getter.__get__
-    for getter in (
-        Tensor.shape,
-        Tensor.dtype,
-        Tensor.device,
-        Tensor.layout,
-        Tensor.ndim,
-        Tensor.requires_grad,
-        Tensor.is_sparse,
-        Tensor.is_cuda,
-        Tensor.is_cpu,
-        Tensor.is_meta,
-        Tensor.is_leaf,
-        Tensor.grad_fn,
-    )
-) | {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.element_size,
-    Tensor.stride,
-    Tensor.__len__,
-}
+_GETTERS: tuple[Any, ...] = (
+    Tensor.shape,
+    Tensor.dtype,
+    Tensor.device,
+    Tensor.layout,
+    Tensor.ndim,
+    Tensor.requires_grad,
+    Tensor.is_sparse,
+    Tensor.is_cuda,
+    Tensor.is_cpu,
+    Tensor.is_meta,
+    Tensor.is_leaf,
+    Tensor.grad_fn,
+)
+_METADATA: frozenset[Any] = frozenset(
+    {
+        *(getter.__get__ for getter in _GETTERS),
+        Tensor.size,
+        Tensor.dim,
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.element_size,
+        Tensor.stride,
+        Tensor.__len__,
+    }
+)
 
 
 class GradientSentinel(Tensor):
     """Stand-in for a gradient that the engine owns: true shape and dtype, no readable values."""
 
-    _owner: str
-    _clear: Callable[[], None]
+    owner: str
+    clear: Callable[[], None]
 
     @classmethod
     def stand_in(cls, like: Tensor, owner: str, clear: Callable[[], None]) -> Self:
@@ -65,8 +66,8 @@ class GradientSentinel(Tensor):
         with torch.inference_mode(mode=False):
             poison = torch.full((1,), float("nan"), dtype=like.dtype, device=like.device)
             sentinel = poison.expand(like.numel()).view(like.shape).as_subclass(cls)
-        sentinel._owner = owner
-        sentinel._clear = clear
+        sentinel.owner = owner
+        sentinel.clear = clear
         return sentinel
 
     @classmethod
@@ -79,20 +80,20 @@ class GradientSentinel(Tensor):
                 return func(*args, **(kwargs or {}))
         sentinel = next(item for item in _flatten(args, kwargs) if isinstance(item, cls))
         if func is Tensor.zero_:
-            sentinel._clear()
+            sentinel.clear()
             return sentinel
         if func in (Tensor.detach_, Tensor.requires_grad_):
             return sentinel
         name = getattr(func, "__name__", str(func))
         raise GradientAccessError(
-            f"the gradient of parameter {sentinel._owner!r} was used ({name}), but it is sharded and owned by the "
+            f"the gradient of parameter {sentinel.owner!r} was used ({name}), but it is sharded and owned by the "
             "engine: clip with engine.clip_grad_norm_(max_norm) or the framework's own setting, and read averaged "
             "gradients inside `with engine.full_grads():`"
         )
 
     def __repr__(self, **_: Any) -> str:
         """Shape and owner; never values."""
-        return f"GradientSentinel({self._owner!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"GradientSentinel({self.owner!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def _flatten(args: Any, kwargs: dict[str, Any] | None) -> list[Any]:

@@ -95,7 +95,9 @@ def allocate_states(
     stride = round_up(block.chunk * 4, UNIT * 4)
     region = backend.allocate(max(count * stride, 64), memory)
     region.zero_()
-    parts = [region[i * stride : i * stride + block.chunk * 4].view(torch.float32) for i in range(count)]
+    parts = [
+        region[i * stride : i * stride + block.chunk * 4].view(torch.float32) for i in range(count)
+    ]
     master = None if aliased else parts.pop(0)
     states = BlockStates(block=block, tier=tier, master=master, states=tuple(parts))
     for part, fill in zip(parts, fills, strict=True):
@@ -190,7 +192,9 @@ class BlockUpdate:
             table[:, 4] = self.output.data_ptr() + self.output.element_size() * offsets
         elif self.direct:
             starts = np.asarray([block.own_slice(p).start for p in self.positions], dtype=np.int64)
-            bases = np.asarray([block.parameters[p].alias.data_ptr() for p in self.positions], dtype=np.int64)
+            bases = np.asarray(
+                [block.parameters[p].alias.data_ptr() for p in self.positions], dtype=np.int64
+            )
             table[:, 4] = bases + block.dtype.itemsize * starts
         table[:, 5] = numels
         table[:, 6] = self.rows

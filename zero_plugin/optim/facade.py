@@ -7,6 +7,7 @@ there are never two optimizers of which one silently does nothing.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -28,7 +29,9 @@ class OptimizerHost(Protocol):
         """Clear its gradients."""
         ...
 
-    def optimizer_state_dict(self, optimizer: Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+    def optimizer_state_dict(
+        self, optimizer: Optimizer, *, rank0_only: bool = False
+    ) -> dict[str, Any]:
         """Its full state in torch's format; a collective."""
         ...
 
@@ -46,29 +49,31 @@ class FacadeMixin(Optimizer):
 
     zero_plain_class: type[Optimizer]
     zero_host: OptimizerHost | None
+    zero_identity: weakref.ref[Optimizer]
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the closure, if any, with gradients on, then the engine's step."""
         host = self._host("step")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        host.optimizer_step(self)
+        host.optimizer_step(self._real())
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Clear the gradients that the engine owns, and plain ones of parameters it does not manage."""
-        self._host("zero_grad").optimizer_zero_grad(self, set_to_none=set_to_none)
+        self._host("zero_grad").optimizer_zero_grad(self._real(), set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """The full state in torch's format, the same on every rank; all ranks must call it."""
         host = self._host("state_dict")
+        real = self._real()
         for hook in self._optimizer_state_dict_pre_hooks.values():
-            hook(self)
-        state = host.optimizer_state_dict(self)
+            hook(real)
+        state = host.optimizer_state_dict(real)
         for hook in self._optimizer_state_dict_post_hooks.values():
-            changed = hook(self, state)
+            changed = hook(real, state)
             if changed is not None:
                 state = changed
         return state
@@ -76,25 +81,34 @@ class FacadeMixin(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load torch's format; every rank gives the full state and keeps its slices."""
         host = self._host("load_state_dict")
+        real = self._real()
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = hook(self, state_dict)
+            changed = hook(real, state_dict)
             if changed is not None:
                 state_dict = changed
-        host.load_optimizer_state_dict(self, state_dict)
+        host.load_optimizer_state_dict(real, state_dict)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+            hook(real)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters are managed from the next backward on."""
         super().add_param_group(param_group)
-        host = self.__dict__.get("zero_host")
+        host: OptimizerHost | None = getattr(self, "zero_host", None)
         if host is not None:
             try:
-                host.parameters_changed(self)
+                host.parameters_changed(self._real())
             except BaseException:
                 self.param_groups.pop()
                 raise
+
+    def _real(self) -> Optimizer:
+        """The optimizer itself, also where a wrapper stands for `self`.
+
+        Lightning's and Fabric's wrappers derive from the class of what they wrap and forward missing attributes to it,
+        so a method inherited from here runs with the wrapper for `self`.
+        """
+        return self.zero_identity() or self
 
     def _host(self, action: str) -> OptimizerHost:
         if self.zero_host is None:
@@ -110,11 +124,16 @@ class FacadeMixin(Optimizer):
         made: Any = type(
             f"Zero{plain.__name__}",
             (cls, plain),
-            {"zero_plain_class": plain, "__module__": __name__, "__doc__": f"{plain.__name__} on sharded states."},
+            {
+                "zero_plain_class": plain,
+                "__module__": __name__,
+                "__doc__": f"{plain.__name__} on sharded states.",
+            },
         )
         # torch wraps `step` once a class, to run step hooks and name the profiler range.
-        made.step = Optimizer.profile_hook_step(made.step)
-        made.step.hooked = True
+        step: Any = Optimizer.profile_hook_step(made.step)
+        step.hooked = True
+        made.step = step
         return made
 
 
@@ -131,6 +150,7 @@ def install(optimizer: Optimizer, host: OptimizerHost) -> None:
     facade: Any = FacadeMixin.over(type(optimizer))
     optimizer.__class__ = facade
     optimizer.__dict__["zero_host"] = host
+    optimizer.__dict__["zero_identity"] = weakref.ref(optimizer)
     if "step" in optimizer.__dict__:
         # A scheduler made earlier has put a wrapper of the old step on the instance; it counts calls.
         optimizer.__dict__["step"] = _counting_step(optimizer)
@@ -147,8 +167,8 @@ def _counting_step(optimizer: Optimizer) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def step(*args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True  # type: ignore[attr-defined]
+        optimizer.__dict__["_opt_called"] = True
         return plain(optimizer, *args, **kwargs)
 
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    step.__dict__["_wrapped_by_lr_sched"] = True
     return step

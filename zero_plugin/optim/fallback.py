@@ -22,7 +22,9 @@ def clone_optimizer(
 ) -> torch.optim.Optimizer:
     """A torch optimizer of the same class and attributes over other tensors, without state or hooks."""
     clone = object.__new__(_plain_class(optimizer))
-    clone.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    clone.__dict__.update(
+        {key: value for key, value in optimizer.__dict__.items() if key != "step"}
+    )
     clone.state = defaultdict(dict)
     clone.param_groups = [{**options, "params": params}]
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -60,7 +62,9 @@ class ForeignBlock:
             if isinstance(value, Tensor)
         )
 
-    def step(self, gradients: Mapping[int, Tensor], groups: Mapping[int, Mapping[str, Any]]) -> None:
+    def step(
+        self, gradients: Mapping[int, Tensor], groups: Mapping[int, Mapping[str, Any]]
+    ) -> None:
         """Step the members that have a gradient, with their groups' present options."""
         for position, gradient in gradients.items():
             if position not in self._members:
@@ -83,7 +87,8 @@ class ForeignBlock:
         if position in self._members:
             parameter, optimizer = self._members[position]
             optimizer.state[parameter] = {
-                key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in state.items()
             }
 
 

@@ -81,7 +81,9 @@ class StepPipeline:
         """Reserve staging for the largest block."""
         blocks = [item.block for item in states.values()]
         memory = "device" if self._tier == "device" else "host"
-        low = [block.chunk * block.dtype.itemsize for block in blocks if block.dtype != torch.float32]
+        low = [
+            block.chunk * block.dtype.itemsize for block in blocks if block.dtype != torch.float32
+        ]
         if low and self._tier == "host":
             self._outputs = self._reserve(self._outputs, "updated weights", max(low), memory)
         if self._gradients.tier != self._tier:
@@ -101,7 +103,10 @@ class StepPipeline:
         Returns:
             One ticket a block; when it ends, the block's compute weights are the updated ones.
         """
-        return [self._run_block(item, plan.hyper, states[item.block.index], rule, clip) for item in plan.blocks]
+        return [
+            self._run_block(item, plan.hyper, states[item.block.index], rule, clip)
+            for item in plan.blocks
+        ]
 
     def gather_chunk(self, block: Block, chunk: Tensor) -> list[Tensor]:
         """Full CPU tensors of every member from all ranks' chunks; a collective where states are sharded.
@@ -178,7 +183,12 @@ class StepPipeline:
         here = lease.tensor(chunk.dtype, block.chunk)
         direction = "device_to_host" if self._tier == "host" else "host_to_device"
         fetched = self._fetch.submit(
-            Copy(destinations=(here,), sources=(chunk,), direction=direction, label=f"fetch {block.name}"),
+            Copy(
+                destinations=(here,),
+                sources=(chunk,),
+                direction=direction,
+                label=f"fetch {block.name}",
+            ),
             after=after,
         )
         return here, (fetched,), lease
@@ -195,7 +205,9 @@ class StepPipeline:
         else:
             return None, None
         if pool is None:
-            raise EngineStateError("the engine is closed: its staging buffers are gone; build a new engine")
+            raise EngineStateError(
+                "the engine is closed: its staging buffers are gone; build a new engine"
+            )
         lease = pool.acquire(f"weights of {block.name}")
         return lease.tensor(block.dtype, block.chunk), lease
 
@@ -210,7 +222,9 @@ class StepPipeline:
         """One shard: the updated chunk holds whole parameters."""
         block = plan.block
         source = output if output is not None else states.master
-        if states.tier == "device" and (output is None and (states.master is None or block.dtype != torch.float32)):
+        if states.tier == "device" and (
+            output is None and (states.master is None or block.dtype != torch.float32)
+        ):
             return updated
         if source is None:
             return updated
@@ -248,7 +262,9 @@ class StepPipeline:
         else:
             pool = self._buckets.chunk()
             if pool is None:
-                raise EngineStateError("the engine is closed: its buckets are gone; build a new engine")
+                raise EngineStateError(
+                    "the engine is closed: its buckets are gone; build a new engine"
+                )
             source_lease = pool.acquire(f"weights of {block.name}")
             source = source_lease.tensor(block.dtype, block.chunk)
             uploaded = self._upload.submit(
@@ -276,7 +292,9 @@ class StepPipeline:
         gathered_lease.release(after=published)
         return published
 
-    def _upload_copy(self, block: Block, states: BlockStates, output: Tensor | None, target: Tensor) -> Copy:
+    def _upload_copy(
+        self, block: Block, states: BlockStates, output: Tensor | None, target: Tensor
+    ) -> Copy:
         direction = "host_to_device" if states.tier == "host" else None
         label = f"upload {block.name}"
         source = output if output is not None else states.master
@@ -329,5 +347,10 @@ class StepPipeline:
         if pool is not None:
             pool.close()
         return SlabPool(
-            name=name, backend=self._backend, slab_bytes=nbytes, slabs=2, memory=memory, setting="bucket_bytes"
+            name=name,
+            backend=self._backend,
+            slab_bytes=nbytes,
+            slabs=2,
+            memory=memory,
+            setting="bucket_bytes",
         )

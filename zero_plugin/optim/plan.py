@@ -68,7 +68,9 @@ def plan_step(
     table: list[tuple[float, ...]] = []
     planned: list[BlockPlan] = []
     for block in blocks:
-        positions = tuple(i for i, member in enumerate(block.parameters) if is_present(member.index))
+        positions = tuple(
+            i for i, member in enumerate(block.parameters) if is_present(member.index)
+        )
         if not positions:
             continue
         members = [block.parameters[position].index for position in positions]
@@ -87,5 +89,9 @@ def plan_step(
                 groups=tuple(groups[group_of(index)] for index in members),
             )
         )
-    hyper = torch.tensor(table, dtype=torch.float64) if table else torch.zeros(0, 16, dtype=torch.float64)
+    hyper = (
+        torch.tensor(table, dtype=torch.float64)
+        if table
+        else torch.zeros(0, 16, dtype=torch.float64)
+    )
     return StepPlan(blocks=tuple(planned), hyper=hyper)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from zero_plugin.config import Tier
 from zero_plugin.errors import CheckpointError
@@ -17,6 +16,9 @@ from zero_plugin.optim.plan import StepPlan, plan_step
 from zero_plugin.optim.rule import Rule, rule_for
 from zero_plugin.runtime.backend import Backend
 from zero_plugin.sharding.partition import Block
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 Gather = Callable[[Block, Tensor], list[Tensor]]
 """Turns a chunk of this rank into full CPU tensors of the block's members; a collective."""
@@ -62,7 +64,9 @@ class OptimizerStates:
         group = self.optimizer.param_groups[0]
         fills = () if self.rule is None else tuple(self.rule.initial_state(group))
         for block in blocks:
-            states = allocate_states(self._backend, block, self._tier, num_states=self.num_states, fills=fills)
+            states = allocate_states(
+                self._backend, block, self._tier, num_states=self.num_states, fills=fills
+            )
             if self.rule is None:
                 masters = {i: states.master_view(i) for i in range(len(block.parameters))}
                 states.foreign = ForeignBlock(self.optimizer, masters)
@@ -115,9 +119,9 @@ class OptimizerStates:
         """
         full: dict[int, dict[str, Any]] = {}
         for states in self.blocks.values():
-            for index, entry in self._gather_block(states, gather).items():
-                if keep and self._steps[index]:
-                    full[index] = entry
+            gathered = self._gather_block(states, gather)
+            if keep:
+                full.update({i: entry for i, entry in gathered.items() if self._steps[i]})
         if not keep:
             return {}
         return {"state": self._by_torch_number(full), "param_groups": self._packed_groups()}
@@ -146,7 +150,8 @@ class OptimizerStates:
     def _gather_block(self, states: BlockStates, gather: Gather) -> dict[int, dict[str, Any]]:
         block = states.block
         entries: dict[int, dict[str, Any]] = {
-            member.index: {"step": torch.tensor(float(self._steps[member.index]))} for member in block.parameters
+            member.index: {"step": torch.tensor(float(self._steps[member.index]))}
+            for member in block.parameters
         }
         for name, chunk in self._named_chunks(states):
             for member, full in zip(block.parameters, gather(block, chunk), strict=True):
@@ -175,7 +180,9 @@ class OptimizerStates:
         names = foreign_state_names(self.optimizer)
         named: list[tuple[str, Tensor]] = []
         for name in names:
-            chunk = torch.zeros(block.chunk, dtype=torch.float32, device=states.master_view(0).device)
+            chunk = torch.zeros(
+                block.chunk, dtype=torch.float32, device=states.master_view(0).device
+            )
             for position in range(len(block.parameters)):
                 value = foreign.state(position).get(name)
                 if isinstance(value, Tensor):
@@ -223,7 +230,9 @@ class OptimizerStates:
             states.foreign.load(
                 position,
                 {
-                    key: sliced(value) if isinstance(value, Tensor) and tuple(value.shape) == shape and value.dim() else value
+                    key: sliced(value)
+                    if isinstance(value, Tensor) and tuple(value.shape) == shape and value.dim()
+                    else value
                     for key, value in values.items()
                 },
             )
@@ -238,7 +247,9 @@ class OptimizerStates:
         elif states.foreign is not None:
             states.foreign.load(position, {})
 
-    def _check_entry(self, states: BlockStates, position: int, entry: Mapping[str, Any] | None) -> None:
+    def _check_entry(
+        self, states: BlockStates, position: int, entry: Mapping[str, Any] | None
+    ) -> None:
         member = states.block.parameters[position]
         if not entry or self.rule is None:
             return
@@ -250,7 +261,9 @@ class OptimizerStates:
                     f"state {name!r} of parameter {member.name!r} has shape {tuple(value.shape)}, the model's has "
                     f"{tuple(member.parameter.shape)}: load the checkpoint of this model"
                 )
-        missing = [name for name in self.rule.state_names if not isinstance(entry.get(name), Tensor)]
+        missing = [
+            name for name in self.rule.state_names if not isinstance(entry.get(name), Tensor)
+        ]
         if missing:
             raise CheckpointError(
                 f"the state of parameter {member.name!r} lacks {', '.join(missing)} (it has {', '.join(entry)}): it was "
@@ -326,5 +339,7 @@ def foreign_state_names(optimizer: Optimizer) -> list[str]:
     probe.grad = torch.ones(3)
     clone.step()
     return [
-        name for name, value in clone.state[probe].items() if isinstance(value, Tensor) and value.dim() == 1
+        name
+        for name, value in clone.state[probe].items()
+        if isinstance(value, Tensor) and value.dim() == 1
     ]

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils.hooks import RemovableHandle
 
 from zero_plugin.sharding.partition import ManagedParameter
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
 
 
 class GradientReceiver(Protocol):
@@ -103,11 +105,12 @@ class ForwardHook:
     """Calls a function before every forward of a module; removable."""
 
     def __init__(self, module: nn.Module, function: Callable[[], None]) -> None:
-        @torch.compiler.disable
         def before(_: nn.Module, __: Any) -> None:
             function()
 
-        self._handle = module.register_forward_pre_hook(before)
+        # Inlined into a compiled forward, the hook would be traced.
+        untraced: Any = torch.compiler.disable(before)
+        self._handle = module.register_forward_pre_hook(untraced)
 
     def remove(self) -> None:
         """Take the hook off; idempotent."""

@@ -49,7 +49,10 @@ class ManagedParameter:
     @property
     def moved(self) -> bool:
         """Whether `parameter.data` was replaced since the alias was made."""
-        return self.alias.data_ptr() != self.parameter.data_ptr() or self.alias.dtype != self.parameter.dtype
+        return (
+            self.alias.data_ptr() != self.parameter.data_ptr()
+            or self.alias.dtype != self.parameter.dtype
+        )
 
     def refresh_alias(self) -> None:
         """Make the parameter contiguous and aligned in a storage of its own, and take an alias of it.
@@ -103,7 +106,11 @@ class Block:
     def name(self) -> str:
         """For traces and errors: the first and last member."""
         first, last = self.parameters[0].name, self.parameters[-1].name
-        return f"block {self.index} ({first})" if first == last else f"block {self.index} ({first} .. {last})"
+        return (
+            f"block {self.index} ({first})"
+            if first == last
+            else f"block {self.index} ({first} .. {last})"
+        )
 
     def own_slice(self, position: int) -> Slice:
         """This rank's part of member `position`."""
@@ -117,7 +124,9 @@ class Block:
     def padding_views(self, chunk: Tensor) -> list[Tensor]:
         """The parts of a chunk that belong to no member; they must be zero for norms to be taken of whole chunks."""
         views: list[Tensor] = []
-        for position, (offset, slot) in enumerate(zip(self.layout.offsets, self.layout.slots, strict=True)):
+        for position, (offset, slot) in enumerate(
+            zip(self.layout.offsets, self.layout.slots, strict=True)
+        ):
             used = self.own_slice(position).numel
             if used < slot:
                 views.append(chunk.narrow(0, offset + used, slot - used))
@@ -128,7 +137,10 @@ class Block:
 
 
 def collect_parameters(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, known: Iterable[ManagedParameter] = ()
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    known: Iterable[ManagedParameter] = (),
 ) -> list[ManagedParameter]:
     """Find the trainable parameters of the optimizers, in model order, and check all of them first.
 
@@ -144,7 +156,9 @@ def collect_parameters(
         OptimizerError: an optimizer holds a tensor that is not a parameter of the model.
         ParameterError: a parameter is non-leaf, in two optimizers, or of an unsupported layout, device or dtype.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=True)}
+    names = {
+        id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=True)
+    }
     owner: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
         seen: set[int] = set()
@@ -168,14 +182,18 @@ def collect_parameters(
     for name, parameter in found:
         _check_dtype(name, parameter)
     return [
-        ManagedParameter(index=len(managed) + i, name=name, parameter=parameter, optimizer=owner[id(parameter)])
+        ManagedParameter(
+            index=len(managed) + i, name=name, parameter=parameter, optimizer=owner[id(parameter)]
+        )
         for i, (name, parameter) in enumerate(found)
     ]
 
 
 def _check_member(parameter: object, names: dict[int, str], place: str) -> None:
     if not isinstance(parameter, Tensor):
-        raise ParameterError(f"{place} holds a {type(parameter).__name__}: an optimizer takes tensors")
+        raise ParameterError(
+            f"{place} holds a {type(parameter).__name__}: an optimizer takes tensors"
+        )
     if not parameter.is_leaf:
         raise ParameterError(
             f"{place} holds a non-leaf tensor of shape {tuple(parameter.shape)}: it is computed from other tensors, so "
@@ -195,9 +213,13 @@ def _check_dtype(name: str, parameter: nn.Parameter) -> None:
             "float16; convert it or set requires_grad=False"
         )
     if parameter.layout != torch.strided:
-        raise ParameterError(f"parameter {name!r} has layout {parameter.layout}: only dense parameters can be sharded")
+        raise ParameterError(
+            f"parameter {name!r} has layout {parameter.layout}: only dense parameters can be sharded"
+        )
     if parameter.device.type == "meta":
-        raise ParameterError(f"parameter {name!r} is on the meta device: materialise the model before the engine")
+        raise ParameterError(
+            f"parameter {name!r} is on the meta device: materialise the model before the engine"
+        )
     if type(parameter) is not nn.Parameter and type(parameter.data) is not Tensor:
         raise ParameterError(
             f"parameter {name!r} is a {type(parameter).__name__}, a tensor subclass with a storage of its own kind: "
@@ -205,12 +227,25 @@ def _check_dtype(name: str, parameter: nn.Parameter) -> None:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardPlace:
+    """This rank's place among the shards.
+
+    Attributes:
+        shards: ranks each parameter is cut over; 1 when optimizer states are not sharded.
+        rank: which shard this rank holds.
+        world_size: number of ranks; an unsharded chunk is padded so that each can reduce a part.
+    """
+
+    shards: int
+    rank: int
+    world_size: int
+
+
 def form_blocks(
     parameters: Sequence[ManagedParameter],
+    place: ShardPlace,
     *,
-    shards: int,
-    rank: int,
-    world_size: int,
     wire_bytes: int,
     limit: int,
     first_index: int = 0,
@@ -219,9 +254,7 @@ def form_blocks(
 
     Args:
         parameters: in forward (registration) order.
-        shards: ranks each parameter is cut over; 1 when optimizer states are not sharded.
-        rank: this rank's place among the shards.
-        world_size: number of ranks; an unsharded chunk is padded so that all of them can reduce a part of it.
+        place: over how many ranks, and which part is ours.
         wire_bytes: bytes of an element on the wire.
         limit: bytes of a block; a larger parameter is a block of its own.
         first_index: index of the first new block.
@@ -232,11 +265,15 @@ def form_blocks(
         Block(
             index=first_index + number,
             parameters=tuple(parameters[i] for i in members),
-            layout=lay_out([parameters[i].numel for i in members], shards, multiple=world_size // shards),
+            layout=lay_out(
+                [parameters[i].numel for i in members],
+                place.shards,
+                multiple=place.world_size // place.shards,
+            ),
             dtype=parameters[members[0]].parameter.dtype,
             device=parameters[members[0]].parameter.device,
             optimizer=parameters[members[0]].optimizer,
-            rank=rank,
+            rank=place.rank,
         )
         for number, members in enumerate(groups)
     ]
@@ -274,7 +311,9 @@ def add_into(block: Block, position: int, source: Tensor, buffer: Tensor) -> Non
         buffer[rank, offset : offset + part.numel].add_(flat[part.start : part.stop])
 
 
-def unpack_pairs(block: Block, gathered: Tensor, position: int, full: Tensor) -> list[tuple[Tensor, Tensor]]:
+def unpack_pairs(
+    block: Block, gathered: Tensor, position: int, full: Tensor
+) -> list[tuple[Tensor, Tensor]]:
     """Copies (destination, source) that rebuild member `position` from every rank's chunk.
 
     Args:
