@@ -1,7 +1,9 @@
 """The compiled kernels: copies with a cast, fp32 accumulation, exact norms and optimizer updates on the CPU.
 
 Every result is bit-identical over instruction set, thread count and split of the work: each element is computed
-alone in fp32 without fused multiply-add, and the one reduction there is, the sum of squares, is exact.
+alone, by the same IEEE operations everywhere (a multiply and add is fused only where a rule says so, and then on every
+instruction set), and the one reduction there is, the sum of squares, is exact. Where a result is NaN, that holds for
+its being NaN, not for its sign and payload.
 Denormals are kept and rounding is to nearest, whatever `torch.set_flush_denormal` was told in any thread.
 """
 

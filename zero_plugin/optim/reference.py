@@ -1,7 +1,7 @@
 """The compiled update in plain torch, for tensors on any device.
 
 It runs when the optimizer's states live on a device other than the CPU, and it is the oracle of the compiled
-kernels: the same operations in the same order, each rounded to fp32 on its own, so both give the same bits.
+kernels: the same operations in the same order, fused at the same places, so both give the same bits.
 """
 
 from __future__ import annotations
@@ -30,17 +30,36 @@ def _sqrt(values: Tensor) -> Tensor:
     return values.sqrt()
 
 
+def _fused(factor: Tensor | float, values: Tensor, addend: Tensor) -> Tensor:
+    """factor * values + addend rounded once to fp32, for finite and other values, on any device.
+
+    The sum is made in float64 and its last bit set to odd where it is inexact; rounding that to fp32 rounds the
+    exact value (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
+    """
+    wide = torch.float64
+    if not isinstance(factor, torch.Tensor):
+        factor = torch.tensor(factor, dtype=torch.float32, device=values.device)
+    product = factor.to(wide) * values.to(wide)
+    other = addend.to(wide)
+    total = product + other
+    part = total - product
+    error = (product - (total - part)) + (other - part)
+    bits = total.view(torch.int64)
+    inexact_even = ((error < 0) | (error > 0)) & ((bits & 1) == 0)
+    outward = torch.where((error > 0) == (total > 0), 1, -1)
+    return torch.where(inexact_even, bits + outward, bits).view(wide).to(torch.float32)
+
+
 def _adam(master: Tensor, states: Sequence[Tensor], gradient: Tensor, hyper: _Hyper) -> None:
     average, square = states
     weight = torch.tensor(hyper[3], dtype=torch.float32).item()
     difference = gradient - average
     # torch.lerp measures from the nearer end.
     if weight < 0.5:
-        average.add_(difference * weight)
+        average.copy_(_fused(weight, difference, average))
     else:
-        back = (torch.tensor(weight, dtype=torch.float32) - 1.0).item()
-        average.copy_(gradient + difference * back)
-    square.mul_(hyper[4]).add_((gradient * hyper[5]).mul_(gradient))
+        average.copy_(_fused(weight - 1.0, difference, gradient))
+    square.copy_(_fused(gradient * hyper[5], gradient, square * hyper[4]))
     # A 0-d tensor on the same device, since division by a number is a multiplication on CUDA.
     correction = torch.tensor(hyper[6], dtype=torch.float32, device=master.device)
     denominator = _sqrt(square).div_(correction).add_(hyper[7])
@@ -49,7 +68,7 @@ def _adam(master: Tensor, states: Sequence[Tensor], gradient: Tensor, hyper: _Hy
 
 def _adagrad(master: Tensor, states: Sequence[Tensor], gradient: Tensor, hyper: _Hyper) -> None:
     (total,) = states
-    total.add_(gradient * gradient)
+    total.copy_(_fused(gradient, gradient, total))
     master.add_((gradient * hyper[3]).div_(_sqrt(total).add_(hyper[4])))
 
 
@@ -61,16 +80,12 @@ def _lion(master: Tensor, states: Sequence[Tensor], gradient: Tensor, hyper: _Hy
 
 
 def _sgd(master: Tensor, states: Sequence[Tensor], gradient: Tensor, hyper: _Hyper) -> None:
-    if not hyper[8]:
-        master.add_(gradient * hyper[7])
-        return
-    (buffer,) = states
-    if hyper[6]:
-        buffer.copy_(gradient)
-    else:
-        buffer.mul_(hyper[3]).add_(gradient * hyper[4])
-    direction = gradient + buffer * hyper[3] if hyper[5] else buffer
-    master.add_(direction * hyper[7])
+    direction = gradient
+    if hyper[8]:
+        (buffer,) = states
+        buffer.copy_(gradient if hyper[6] else _fused(hyper[4], gradient, buffer * hyper[3]))
+        direction = _fused(hyper[3], buffer, gradient) if hyper[5] else buffer
+    master.copy_(_fused(hyper[7], direction, master))
 
 
 _STEPS: Mapping[int, _Step] = {0: _adam, 1: _adagrad, 2: _lion, 3: _sgd}
@@ -112,7 +127,7 @@ def update(
     if clip_value is not None:
         effective.clamp_(-clip_value, clip_value)
     if hyper[2]:
-        effective.add_(master * hyper[2])
+        effective = _fused(hyper[2], master, effective)
     _STEPS[rule.native_id](master, states, effective, hyper)
     if output is not None:
         output.copy_(master)
