@@ -564,6 +564,14 @@ def test_trace_shows_issue_begin_and_end(
     assert issued == ["down", "up"]
 
 
+def test_profiler_sees_the_lane_while_tracing(make_backend: Callable[..., Backend]) -> None:
+    for trace, expected in ((Trace(), True), (None, False)):
+        lane = make_backend("inline", trace=trace).lane("lane", "host")
+        with torch.profiler.profile() as profile:
+            lane.submit(Note([], "copy down")).wait()
+        assert ("lane: copy down" in {row.key for row in profile.key_averages()}) is expected
+
+
 # ------------------------------------------------------------------ tickets
 
 

@@ -33,10 +33,10 @@ import torch
 from zero_plugin.errors import LaneError
 from zero_plugin.runtime.backend import Backend, Lane, LaneKind, Memory
 from zero_plugin.runtime.execution import (
+    GradientFree,
     Job,
     Services,
     first_failure,
-    gradient_free,
     profiler_range,
 )
 from zero_plugin.runtime.memory import map_pages
@@ -318,7 +318,7 @@ class DeviceLane(Lane):
         self._wakeups.put(_WAKE)
 
     def _dispatch(self) -> None:
-        with gradient_free(), self._driver.on_device(self._device):
+        with GradientFree(), self._driver.on_device(self._device):
             while self._wakeups.get() is not _STOP:
                 while self._handed_over:
                     self._dispatch_one()
@@ -344,7 +344,7 @@ class DeviceLane(Lane):
         if not ticket.start():
             return
         try:
-            with gradient_free():
+            with GradientFree():
                 self._launch(job)
         except BaseException as error:
             # Part of the operation may be enqueued; nobody may touch its memory before that ended.
@@ -540,7 +540,7 @@ class CudaBackend(Backend):
 
         @contextmanager
         def scope() -> Generator[None]:
-            with gradient_free(), driver.on_device(device):
+            with GradientFree(), driver.on_device(device):
                 yield
 
         return scope

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.profiler import record_function
+from torch.autograd import profiler
 
 from zero_plugin.runtime.ticket import Failure, Ticket
 
@@ -43,15 +43,29 @@ class Job:
     dependencies: tuple[Ticket[Any], ...]
 
 
-def gradient_free() -> AbstractContextManager[Any]:
-    """Turns grad mode and inference mode off on this thread, whatever the caller set."""
-    if torch.is_inference_mode_enabled():
-        # Leaving inference mode turns grad mode on, so the order matters.
-        stack = ExitStack()
-        stack.enter_context(torch.inference_mode(mode=False))
-        stack.enter_context(torch.no_grad())
-        return stack
-    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+class GradientFree:
+    """Grad mode and inference mode off on this thread for a while, whatever the caller set.
+
+    A class of its own because a lane that runs operations inside `submit` pays for it every time.
+    """
+
+    __slots__ = ("_grad", "_inference")
+
+    def __enter__(self) -> None:
+        self._inference: torch.inference_mode | None = None
+        if torch.is_inference_mode_enabled():
+            self._inference = torch.inference_mode(mode=False)
+            self._inference.__enter__()
+        # Leaving inference mode turned grad mode on, so this comes second.
+        self._grad = torch.is_grad_enabled()
+        if self._grad:
+            torch.set_grad_enabled(mode=False)
+
+    def __exit__(self, *exception: object) -> None:
+        if self._grad:
+            torch.set_grad_enabled(mode=True)
+        if self._inference is not None:
+            self._inference.__exit__(None, None, None)
 
 
 def first_failure(tickets: Iterable[Ticket[Any]]) -> Failure | None:
@@ -109,7 +123,9 @@ def _run_untraced(
 
 
 def profiler_range(services: Services, ticket: Ticket[Any]) -> AbstractContextManager[Any]:
-    """Names the operation for torch's profiler while there is a trace; else does nothing."""
-    if services.trace is None:
+    """Names the operation for torch's profiler, if that runs and there is a trace."""
+    # Entering a range costs more than a small operation even where nothing records it.
+    running = getattr(profiler, "_is_profiler_enabled", True)
+    if services.trace is None or not running:
         return nullcontext()
-    return record_function(f"{ticket.lane}: {ticket.label}")
+    return profiler.record_function(f"{ticket.lane}: {ticket.label}")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from zero_plugin.runtime.backend import Backend, HostCompute, Lane, LaneKind, Memory
 from zero_plugin.runtime.execution import (
+    GradientFree,
     Job,
     Services,
     first_failure,
-    gradient_free,
     run_operation,
 )
 from zero_plugin.runtime.memory import allocate_host
@@ -53,7 +53,7 @@ class InlineLane(Lane):
             return
         if operation is None or not ticket.start():
             return
-        with gradient_free():
+        with GradientFree():
             value, error = run_operation(ticket, operation, self._services)
         job.operation = operation = None
         if error is None:

@@ -20,10 +20,10 @@ from zero_plugin.runtime.backend import (
     UnseenFailure,
 )
 from zero_plugin.runtime.execution import (
+    GradientFree,
     Job,
     Services,
     first_failure,
-    gradient_free,
     run_operation,
 )
 from zero_plugin.runtime.memory import allocate_host
@@ -94,7 +94,7 @@ class Worker:
         name: str,
         services: Services,
         latency: Latency | None = None,
-        scope: Scope = gradient_free,
+        scope: Scope = GradientFree,
         before: Callable[[int], None] | None = None,
         ended: Callable[[int], None] | None = None,
     ) -> None:

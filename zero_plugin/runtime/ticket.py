@@ -28,6 +28,9 @@ class TicketState(Enum):
     POISONED = "poisoned"
     """Never run, because something it comes after failed."""
 
+    # Members are singletons, and Enum's own hash is a Python function called at every transition.
+    __hash__ = object.__hash__
+
 
 TICKET_MOVES: Mapping[TicketState, frozenset[TicketState]] = {
     TicketState.ISSUED: frozenset({TicketState.RUNNING, TicketState.POISONED}),
@@ -292,7 +295,8 @@ class Ticket(Generic[T]):
                     f"ticket {self.label!r} cannot go from {self._state.value} to {state.value}"
                 )
             self._state = state
-        if self._passable():
+            opens = self._gates and self._passable()
+        if opens:
             self.open_gates()
         return True
 
