@@ -359,6 +359,22 @@ def test_interrupt_inside_submit_leaves_no_unending_ticket(deferred: Backend) ->
     assert log == ["b"]
 
 
+@pytest.mark.parametrize("name", ["inline", "cuda"])
+def test_interrupt_inside_an_operation_on_the_main_thread(
+    make_backend: Callable[..., Backend], name: str
+) -> None:
+    """It surfaces at once where `submit` runs the operation, and the lane stays usable."""
+    backend, log = make_backend(name), []
+    lane = backend.lane("lane", "device")
+    with pytest.raises(KeyboardInterrupt):
+        lane.submit(Fail(error=KeyboardInterrupt(), label="interrupted"))
+    lane.submit(Note(log, "a")).wait()
+    with pytest.raises(LaneError, match="'interrupted'"):
+        lane.drain()
+    lane.drain()
+    assert log == ["a"]
+
+
 def test_close_runs_what_is_queued(deferred: Backend) -> None:
     lane, log = deferred.lane("lane", "host"), []
     for name in "abc":
@@ -606,6 +622,8 @@ if child == 0:
         lane.submit(Zero(destinations=(torch.ones(3),)))
     except Exception as error:
         os.write(1, str(error).encode())
+    backend.close()
+    os.write(1, b" child closed")
     os._exit(0)
 os.waitpid(child, 0)
 backend.close()
@@ -622,6 +640,7 @@ def test_forked_child_is_told(name: str) -> None:
         check=True,
     )
     assert "do not survive a fork; create the backend after forking" in answer.stdout
+    assert "child closed" in answer.stdout
 
 
 EXIT = """

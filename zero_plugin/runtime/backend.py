@@ -8,6 +8,7 @@ program order and a lane waits only on tickets issued earlier, so waits cannot f
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -111,7 +112,7 @@ class Lane(ABC):
         """
         with self._order.lock:
             self._order.check(ticket, f"lane {self.name!r}")
-            self._followed.append(ticket)
+            self._followed = [*self._pending_followed(), ticket]
 
     def settle(self) -> None:
         """Blocks until every operation submitted so far has ended; raises nothing if some failed.
@@ -133,6 +134,7 @@ class Lane(ABC):
 
     def finish(self) -> Failure | None:
         """As `settle`, and returns the first failure nobody has awaited."""
+        self._advance()
         self._settle_last()
         with self._order.lock:
             self._followed = [ticket for ticket in self._followed if not ticket.done]
@@ -289,12 +291,22 @@ class Backend(ABC):
             A one-dimensional uint8 tensor. Host memory is zeroed and its pages are present.
         """
 
-    @abstractmethod
     def close(self) -> None:
         """Waits for every operation to end, stops the threads and refuses what comes later.
 
-        May be called again, and after an interrupted call. Raises nothing for failed operations.
+        May be called again, and after an interrupted call. Raises nothing for failed operations. In
+        a forked child, which has none of the threads, it only refuses what comes later.
         """
+        self._order.closed = True
+        if self._order.process == os.getpid():
+            # Whoever holds the lock submits at this moment; the lanes see all of that.
+            with self._order.lock:
+                pass
+            self._shut()
+
+    @abstractmethod
+    def _shut(self) -> None:
+        """Waits for every operation to end and stops the threads; may be called again."""
 
     @abstractmethod
     def _new_lane(self, name: str, kind: LaneKind) -> Lane:

@@ -303,8 +303,10 @@ class DeviceLane(Lane):
         with self._issuing:
             self._reap()
             while self._backlog and not self._handed_over:
+                # A job leaves the backlog only when it is enqueued or its ticket has ended.
                 if all(_enqueued(ticket) for ticket in self._backlog[0].dependencies):
-                    self._issue(self._backlog.popleft())
+                    self._issue(self._backlog[0])
+                    self._backlog.popleft()
                 else:
                     self._hand_over()
 
@@ -332,7 +334,8 @@ class DeviceLane(Lane):
         for ticket in job.dependencies:
             ticket.pass_gate()
         with self._issuing:
-            self._issue(self._backlog.popleft())
+            self._issue(self._backlog[0])
+            self._backlog.popleft()
             self._reap()
 
     def _issue(self, job: Job) -> None:
@@ -341,18 +344,20 @@ class DeviceLane(Lane):
         if failure is not None:
             ticket.poison(failure)
             return
-        if not ticket.start():
-            return
         try:
-            with GradientFree():
-                self._launch(job)
+            if ticket.state is TicketState.ISSUED and ticket.start():
+                with GradientFree():
+                    self._launch(job)
         except BaseException as error:
             # Part of the operation may be enqueued; nobody may touch its memory before that ended.
             self._stream.synchronize()
-            job.operation = None
-            self._unseen.put(ticket.fail(error))
+            ticket.abandon(error)
+            if ticket.failure is not None:
+                self._unseen.put(ticket.failure)
             if not isinstance(error, Exception):
                 raise
+        finally:
+            job.operation = None
 
     def _launch(self, job: Job) -> None:
         ticket, operation = job.ticket, job.operation
@@ -508,10 +513,8 @@ class CudaBackend(Backend):
             )
         return torch.frombuffer(pages, dtype=torch.uint8)
 
-    def close(self) -> None:
+    def _shut(self) -> None:
         """Waits for lanes and streams, then ends the threads."""
-        with self._order.lock:
-            self._order.closed = True
         for lane in self._lanes.values():
             lane.settle()
         _stop(self._threads)

@@ -41,9 +41,18 @@ class InlineLane(Lane):
         self._queue.append(Job(ticket=ticket, operation=operation, dependencies=dependencies))
 
     def _advance(self) -> None:
+        # A job leaves the queue only when its ticket has ended, so an interrupt between any two
+        # instructions leaves nobody waiting for ever.
         with self._running:
             while self._queue:
-                self._run(self._queue.popleft())
+                job = self._queue[0]
+                try:
+                    self._run(job)
+                except BaseException as error:
+                    job.operation = None
+                    job.ticket.abandon(error)
+                    raise
+                self._queue.popleft()
 
     def _run(self, job: Job) -> None:
         ticket, operation = job.ticket, job.operation
@@ -58,8 +67,10 @@ class InlineLane(Lane):
         job.operation = operation = None
         if error is None:
             ticket.finish(value)
-        else:
-            self._unseen.put(ticket.fail(error))
+            return
+        self._unseen.put(ticket.fail(error))
+        if not isinstance(error, Exception):
+            raise error
 
 
 class InlineBackend(Backend):
@@ -74,9 +85,8 @@ class InlineBackend(Backend):
         del memory
         return allocate_host(nbytes)
 
-    def close(self) -> None:
-        """Refuses what comes later."""
-        self._order.closed = True
+    def _shut(self) -> None:
+        """There is nothing to end."""
 
     def _new_lane(self, name: str, kind: LaneKind) -> Lane:
         return InlineLane(name=name, kind=kind, order=self._order, services=self._services)

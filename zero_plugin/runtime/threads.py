@@ -233,10 +233,8 @@ class ThreadsBackend(Backend):
         del memory
         return allocate_host(nbytes)
 
-    def close(self) -> None:
+    def _shut(self) -> None:
         """Runs what is queued, then ends the threads."""
-        with self._order.lock:
-            self._order.closed = True
         for worker in self._workers:
             worker.stop()
         for lane in self._lanes.values():

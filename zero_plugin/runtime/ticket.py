@@ -257,8 +257,8 @@ class Ticket(Generic[T]):
     # What follows is for the backends.
 
     def start(self) -> bool:
-        """The operation starts; False, and nothing is to be run, when it was withdrawn."""
-        return self.move(TicketState.RUNNING, unless=_WITHDRAWN)
+        """The operation starts; False, and nothing is to be run, when it has ended already."""
+        return self.move(TicketState.RUNNING, unless=ENDED)
 
     def finish(self, value: T) -> None:
         """The operation ended with `value`."""
@@ -274,12 +274,18 @@ class Ticket(Generic[T]):
     def poison(self, failure: Failure) -> None:
         """The operation will not run, because of `failure`."""
         self._failure = failure
-        self.move(TicketState.POISONED, unless=_WITHDRAWN)
+        self.move(TicketState.POISONED, unless=ENDED)
 
     def withdraw(self, cause: BaseException) -> None:
         """Submitting was interrupted by `cause`: unless it already runs, the operation never will."""
         if self._state is TicketState.ISSUED:
             self.poison(Failure(label=self.label, lane=self.lane, cause=cause))
+
+    def abandon(self, cause: BaseException) -> None:
+        """Running was interrupted by `cause`, at whatever point; ends the ticket if nothing has."""
+        self.withdraw(cause)
+        if self._state is TicketState.RUNNING:
+            self.fail(cause)
 
     def move(self, state: TicketState, *, unless: frozenset[TicketState] = frozenset()) -> bool:
         """Goes to `state` and wakes the waiters that this lets through.
@@ -308,5 +314,4 @@ class Ticket(Generic[T]):
             gate.release()
 
 
-_WITHDRAWN = frozenset({TicketState.POISONED})
 ENDED = frozenset({TicketState.DONE, TicketState.FAILED, TicketState.POISONED})
