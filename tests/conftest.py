@@ -48,7 +48,8 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 def pytest_configure(config: pytest.Config) -> None:
     """Lets `kill -USR1` show the stacks of a test run that seems to hang."""
     del config
-    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
+    if sys.__stderr__ is not None:
+        faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.ranks import run_ranks
 
 from zero_plugin.sharding import peer

@@ -119,7 +119,7 @@ def run_ranks(
             size=size,
             directory=directory,
             search_path=tuple(sys.path),
-            working_directory=os.getcwd(),
+            working_directory=str(Path.cwd()),
             environment=dict(env or {}),
             preload=tuple(preload),
             store=store,

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import ModuleType
 
 PR_SET_PDEATHSIG = 1
@@ -165,12 +164,8 @@ def join_default_group(job: Job, rank: int) -> None:
     if job.store == "file":
         store: dist.Store = dist.FileStore(str(Path(job.directory) / "store"), job.size)
     else:
-        store = dist.TCPStore(
-            "127.0.0.1", job.port, job.size, is_master=rank == 0, timeout=timeout
-        )
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=job.size, timeout=timeout
-    )
+        store = dist.TCPStore("127.0.0.1", job.port, job.size, is_master=rank == 0, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.size, timeout=timeout)
 
 
 def leave_default_group() -> None:
@@ -199,7 +194,7 @@ def perform(job: Job, rank: int) -> Outcome:
 
         torch.set_num_threads(job.threads)
         payload: Payload = pickle.loads((Path(job.directory) / "payload").read_bytes())
-        function: Callable[..., Any] = load_module(payload.module, payload.path)
+        function: Any = load_module(payload.module, payload.path)
         for part in payload.name.split("."):
             function = getattr(function, part)
         arguments = pickle.loads(payload.arguments)
@@ -226,9 +221,9 @@ def redirect(directory: Path, rank: int) -> None:
     os.dup2(output, 2)
     os.close(null)
     os.close(output)
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115, PTH123
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115, PTH123
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115, PTH123
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     stacks = (directory / f"stack.{rank}").open("w")
     faulthandler.enable(file=sys.stderr)
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
@@ -325,7 +320,8 @@ class Zygote:
         sys.path[:] = job.search_path
         for name in job.preload:
             importlib.import_module(name)
-        count = len(os.listdir("/proc/self/task")) if Path("/proc/self/task").exists() else 1
+        tasks = Path("/proc/self/task")
+        count = len(list(tasks.iterdir())) if tasks.is_dir() else 1
         if count != 1:
             write_message(self._replies, ("refused", f"the zygote has {count} threads"))
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NamedTuple, NoReturn, Protocol
@@ -49,8 +49,13 @@ class Work(Protocol):
 class Mail(Protocol):
     """Point-to-point messages between ranks."""
 
-    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Work: ...  # noqa: N803
-    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Work: ...  # noqa: N803
+    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work:
+        """Starts to send one tensor."""
+        ...
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work:
+        """Starts to fill one tensor."""
+        ...
 
 
 class Pending(NamedTuple):
@@ -111,7 +116,7 @@ class Channel:
     # ------------------------------------------------------------------ the sequence
 
     @contextmanager
-    def collective(self, call: Call, inline: bytes | memoryview = b"") -> Iterator[None]:
+    def collective(self, call: Call, inline: bytes = b"") -> Generator[None]:
         """Enters the next collective of the sequence: on entry all ranks' headers agree.
 
         Args:
@@ -141,9 +146,9 @@ class Channel:
                 self._waiting = None
             self._pending.clear()
 
-    def inline(self, peer: int, nbytes: int) -> memoryview:
-        """The bytes that came with a peer's header; valid until the next collective."""
-        return memoryview(self._incoming[peer])[HEADER_BYTES : HEADER_BYTES + nbytes]
+    def inline(self, peer: int, nbytes: int) -> Tensor:
+        """The bytes that came with a peer's header, as uint8; valid until the next collective."""
+        return self._incoming_tensors[peer][HEADER_BYTES : HEADER_BYTES + nbytes]
 
     def send(self, peer: int, tensor: Tensor) -> Pending:
         """Starts to send a contiguous CPU tensor, which must not change until it is finished."""
@@ -185,9 +190,7 @@ class Channel:
         if self._waiting is None:
             return ()
         return tuple(
-            peer
-            for peer in self.peers
-            if self._header(peer) is not None and not self._agrees(peer)
+            peer for peer in self.peers if self._header(peer) is not None and not self._agrees(peer)
         )
 
     def interrupt(self) -> None:
@@ -204,7 +207,7 @@ class Channel:
 
     # ------------------------------------------------------------------ headers
 
-    def _meet(self, call: Call, inline: bytes | memoryview) -> None:
+    def _meet(self, call: Call, inline: bytes) -> None:
         call.pack_into(self._outgoing, self._sequence)
         self._outgoing[HEADER_BYTES : HEADER_BYTES + len(inline)] = inline
         receives = [
@@ -252,7 +255,9 @@ class Channel:
     def _post(self, peer: int, tensor: Tensor, tag: int, *, incoming: bool) -> Pending:
         mail = self._mail
         if mail is None:
-            raise EngineStateError(f"the {self.name} group was closed in the middle of a collective")
+            raise EngineStateError(
+                f"the {self.name} group was closed in the middle of a collective"
+            )
         try:
             work = (mail.recv if incoming else mail.send)([tensor], peer, tag)
         except RuntimeError as error:

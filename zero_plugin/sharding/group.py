@@ -7,43 +7,64 @@ exchanges of the main thread. The default group carries none of our bytes and is
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_plugin.errors import CollectiveMismatchError, CollectiveTimeoutError
+from zero_plugin.errors import CollectiveTimeoutError
 from zero_plugin.runtime.operations import KernelSet, copy_tensor
 from zero_plugin.sharding.channel import Channel
-from zero_plugin.sharding.header import COMPARED_BYTES, HEADER_BYTES, Call, Kind, mismatch_text, unpack
+from zero_plugin.sharding.header import Call, Kind
+from zero_plugin.sharding.nccl import Event, NcclCollectives
 from zero_plugin.sharding.peer import PeerCollectives, Workspace, broadcast
 from zero_plugin.sharding.watchdog import Watchdog
 from zero_plugin.trace import Ledger
 
 INLINE_BYTES = 384
 LEDGER_EXTRAS = ("headers", "exchange", "broadcast")
-_RING = 64
 
 
 class Collectives(Protocol):
     """How the data collectives run: alone, between peers, or on NCCL."""
 
     @property
-    def workspace_bytes(self) -> int: ...
+    def workspace_bytes(self) -> int:
+        """Bytes kept between calls."""
+        ...
+
     @property
-    def header_bytes(self) -> int: ...
-    def use_kernels(self, kernels: KernelSet) -> None: ...
-    def reduce_scatter(self, output: Tensor, rows: Tensor, call: Call) -> None: ...
-    def all_gather(self, output: Tensor, shard: Tensor, call: Call) -> None: ...
-    def all_reduce(self, output: Tensor, rows: Tensor, call: Call) -> None: ...
-    def verify(self) -> None: ...
-    def close(self) -> None: ...
+    def header_bytes(self) -> int:
+        """Bytes of the header a rank sends to each other one."""
+        ...
+
+    def use_kernels(self, kernels: KernelSet) -> None:
+        """Sums and copies on the host go through `kernels` from now on."""
+        ...
+
+    def reduce_scatter(self, output: Tensor, rows: Tensor, call: Call) -> None:
+        """Sets output [n] to the mean over ranks of their rows[rank]."""
+        ...
+
+    def all_gather(self, output: Tensor, shard: Tensor, call: Call) -> None:
+        """Sets output [size, n] to every rank's shard [n]."""
+        ...
+
+    def all_reduce(self, output: Tensor, rows: Tensor, call: Call) -> None:
+        """Sets output [size, n] to the mean over ranks of rows [size, n]."""
+        ...
+
+    def verify(self) -> None:
+        """Checks the headers still on their way."""
+        ...
+
+    def close(self) -> None:
+        """Frees what is kept."""
+        ...
 
 
 class SoloCollectives:
@@ -56,6 +77,7 @@ class SoloCollectives:
         self._kernels = kernels
 
     def use_kernels(self, kernels: KernelSet) -> None:
+        """Copies go through `kernels` from now on."""
         self._kernels = kernels
 
     def reduce_scatter(self, output: Tensor, rows: Tensor, call: Call) -> None:
@@ -88,153 +110,27 @@ class SoloCollectives:
             copy_tensor(self._kernels, output, source)
 
 
-class Event(Protocol):
-    """A place in a device's stream of work."""
+class _Fabric:
+    """What `sharding.nccl` needs of a backend that works on the device."""
 
-    def record(self) -> None: ...
-    def query(self) -> bool: ...
-
-
-class _Expected(NamedTuple):
-    """A header exchange whose result has not been looked at yet."""
-
-    call: Call
-    sequence: int
-    slot: int
-    event: Event
-
-
-class NcclCollectives:
-    """Collectives on a device's own fabric, enqueued on the current stream.
-
-    Headers are gathered ahead of each collective on the same communicator and copied to host memory; the host looks
-    at them when they have arrived, at the latest in `verify`, which runs before an exchange of flags and
-    so before any weight changes. Sums are the backend's: their order depends on its algorithm, and a 16-bit wire
-    is summed in 16 bits.
-
-    Args:
-        group: the one communicator of all data collectives.
-        device: where the tensors are.
-        timeout_seconds: longest wait for headers.
-        event: makes an event of the device.
-        average: the backend's mean.
-    """
-
-    header_bytes = HEADER_BYTES
-
-    def __init__(
-        self,
-        *,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        timeout_seconds: float,
-        event: Callable[[], Event],
-        average: dist.ReduceOp.RedOpType = dist.ReduceOp.AVG,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
-        self._rank, self._size = group.rank(), group.size()
-        self._timeout_seconds = timeout_seconds
-        self._event = event
-        self._average = average
-        self._sequence = 0
-        self._expected: deque[_Expected] = deque()
-        self._scratch: dict[torch.dtype, Tensor] = {}
-        pinned = device.type != "cpu"
-        shape = (_RING, self._size, HEADER_BYTES)
-        self._sent = torch.zeros(_RING, HEADER_BYTES, dtype=torch.uint8, pin_memory=pinned)
-        self._received = torch.zeros(shape, dtype=torch.uint8, pin_memory=pinned)
-        self._device_sent = torch.zeros(_RING, HEADER_BYTES, dtype=torch.uint8, device=device)
-        self._device_received = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self._device = device
+        # torch 2.13 renamed both and deprecates the old names.
+        self._gather = _first("all_gather_single", "all_gather_into_tensor")
+        self._mean = _first("reduce_scatter_single", "reduce_scatter_tensor")
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of device memory kept for shards whose wire and output dtypes differ."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self._scratch.values())
+    def gather(self, output: Tensor, shard: Tensor) -> None:
+        """Every rank's shard, on the current stream."""
+        self._gather(output, shard, group=self._group)
 
-    def use_kernels(self, kernels: KernelSet) -> None:
-        del kernels  # Everything runs on the device.
+    def mean(self, output: Tensor, rows: Tensor) -> None:
+        """The mean of the ranks' rows for this rank, on the current stream."""
+        self._mean(output, rows, op=dist.ReduceOp.AVG, group=self._group)
 
-    def reduce_scatter(self, output: Tensor, rows: Tensor, call: Call) -> None:
-        """output [n] = mean over ranks of their rows[rank]."""
-        self._announce(call)
-        self._reduce(output, rows)
-
-    def all_gather(self, output: Tensor, shard: Tensor, call: Call) -> None:
-        """output [size, n] = every rank's shard [n]."""
-        self._announce(call)
-        dist.all_gather_into_tensor(output, shard, group=self._group)
-
-    def all_reduce(self, output: Tensor, rows: Tensor, call: Call) -> None:
-        """output [size, n] = mean over ranks of rows, by the two halves and so with their bits."""
-        self._announce(call)
-        self._reduce(output[self._rank], rows)
-        dist.all_gather_into_tensor(output, output[self._rank], group=self._group)
-
-    def verify(self) -> None:
-        """Waits for every header on its way and checks it.
-
-        Raises:
-            CollectiveMismatchError: a rank issued another collective.
-            CollectiveTimeoutError: headers have not arrived within the timeout.
-        """
-        self._check(until=time.monotonic() + self._timeout_seconds)
-
-    def close(self) -> None:
-        """Forgets the headers on their way and frees the scratch."""
-        self._expected.clear()
-        self._scratch.clear()
-
-    def _reduce(self, output: Tensor, rows: Tensor) -> None:
-        target = output if output.dtype == rows.dtype else self._take(rows.dtype, output)
-        dist.reduce_scatter_tensor(target, rows, op=self._average, group=self._group)
-        if target is not output:
-            output.copy_(target)
-
-    def _take(self, dtype: torch.dtype, like: Tensor) -> Tensor:
-        buffer = self._scratch.get(dtype)
-        if buffer is None or buffer.numel() < like.numel():
-            buffer = self._scratch[dtype] = torch.empty(
-                like.numel(), dtype=dtype, device=like.device
-            )
-        return buffer[: like.numel()]
-
-    def _announce(self, call: Call) -> None:
-        """Enqueues the exchange of headers, and looks at those that have arrived."""
-        limit = time.monotonic() + self._timeout_seconds
-        self._check(until=limit if len(self._expected) == _RING else None)
-        slot = self._sequence % _RING
-        self._sequence += 1
-        packed = bytearray(HEADER_BYTES)
-        call.pack_into(packed, self._sequence)
-        self._sent[slot].copy_(torch.frombuffer(packed, dtype=torch.uint8))
-        self._device_sent[slot].copy_(self._sent[slot], non_blocking=True)
-        received = self._device_received[slot]
-        dist.all_gather_into_tensor(received, self._device_sent[slot], group=self._group)
-        self._received[slot].copy_(received, non_blocking=True)
-        event = self._event()
-        event.record()
-        self._expected.append(_Expected(call, self._sequence, slot, event))
-
-    def _check(self, *, until: float | None) -> None:
-        """Looks at headers in order; waits for those still on their way if `until` is given."""
-        while self._expected:
-            expected = self._expected[0]
-            if not expected.event.query():
-                if until is None:
-                    return
-                if time.monotonic() > until:
-                    raise CollectiveTimeoutError(
-                        f"rank {self._rank} waited {self._timeout_seconds:g} s for the headers of "
-                        f"data #{expected.sequence} {expected.call.text}; look for the first error "
-                        "in the other ranks' output, or raise ZeroConfig(timeout_seconds=...)"
-                    )
-                time.sleep(0.0005)
-                continue
-            self._expected.popleft()
-            rows = [bytearray(row.numpy()) for row in self._received[expected.slot]]
-            if any(row[:COMPARED_BYTES] != rows[0][:COMPARED_BYTES] for row in rows):
-                headers = {rank: unpack(row) for rank, row in enumerate(rows)}
-                raise CollectiveMismatchError(mismatch_text("data", headers))
+    def event(self) -> Event:
+        """An event of the device."""
+        return torch.Event(self._device)
 
 
 class ProcessGroup:
@@ -299,7 +195,7 @@ class ProcessGroup:
         rank, size = dist.get_rank(), dist.get_world_size()
         _gather_ranks(rank, size, timeout_seconds)
         timeout = timedelta(seconds=timeout_seconds)
-        groups = [dist.new_group(backend="gloo", timeout=timeout)]
+        groups = [_new_group("gloo", timeout)]
         watchdog = Watchdog(store=groups[0].get_group_store(), rank=rank, size=size)
 
         def channel(name: str, group: dist.ProcessGroup, inline_bytes: int) -> Channel:
@@ -317,15 +213,16 @@ class ProcessGroup:
         watched = [control]
         data: Collectives
         if _uses_nccl(device):
-            groups.append(dist.new_group(backend="nccl", timeout=timeout))
+            groups.append(_new_group("nccl", timeout))
             data = NcclCollectives(
-                group=groups[1],
+                fabric=_Fabric(groups[1], device),
+                rank=rank,
+                size=size,
                 device=device,
                 timeout_seconds=timeout_seconds,
-                event=lambda: torch.Event(device),
             )
         else:
-            groups.append(dist.new_group(backend="gloo", timeout=timeout))
+            groups.append(_new_group("gloo", timeout))
             watched.append(channel("data", groups[1], 0))
             data = PeerCollectives(channel=watched[1], kernels=kernels)
         watchdog.start(watched)
@@ -448,19 +345,19 @@ class ProcessGroup:
         nbytes = mine.numel()
         what = f"{_name(payload.dtype)}{tuple(payload.shape)}"
         call = Call(kind="exchange", numel=nbytes, dtypes=what, label=label)
+        inline = nbytes <= control.inline_bytes
         result = torch.empty((self.size, nbytes), dtype=torch.uint8)
         result[self.rank].copy_(mine)
-        if nbytes <= control.inline_bytes:
-            with control.collective(call, memoryview(mine.numpy())):
+        with control.collective(call, mine.numpy().tobytes() if inline else b""):
+            if inline:
                 for peer in control.peers:
-                    memoryview(result[peer].numpy())[:] = control.inline(peer, nbytes)
-        else:
-            with control.collective(call):
+                    result[peer].copy_(control.inline(peer, nbytes))
+            else:
                 receives = [control.receive(peer, result[peer]) for peer in control.peers]
                 sends = [control.send(peer, mine) for peer in control.peers]
                 control.finish([*receives, *sends])
         self._ledger.add("exchange", len(control.peers) * nbytes)
-        self._count_headers(control.message_bytes - min(nbytes, control.inline_bytes))
+        self._count_headers(control.message_bytes - (nbytes if inline else 0))
         return [row.view(payload.dtype).view(payload.shape) for row in result]
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
@@ -539,6 +436,20 @@ def _gather_ranks(rank: int, size: int, timeout_seconds: float) -> None:
             f"rank {rank} waited {timeout_seconds:g} s for rank(s) {missing} to set up the process "
             "groups: every rank has to create its engine, as often and in the same order"
         ) from error
+
+
+def _first(*names: str) -> Callable[..., object]:
+    """The first of these functions that this torch has."""
+    found = [getattr(dist, name) for name in names if hasattr(dist, name)]
+    return found[0]
+
+
+def _new_group(backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A group of all ranks of its own."""
+    group = dist.new_group(backend=backend, timeout=timeout)
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"torch.distributed made {group!r} instead of a {backend} process group")
+    return group
 
 
 def _uses_nccl(device: torch.device) -> bool:

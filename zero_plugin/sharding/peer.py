@@ -79,21 +79,21 @@ class PeerCollectives:
         return self._channel.message_bytes
 
     def reduce_scatter(self, output: Tensor, rows: Tensor, call: Call) -> None:
-        """output [n] = mean over ranks of their rows[rank]; rows is [size, n]."""
+        """Sets output [n] to mean over ranks of their rows[rank]; rows is [size, n]."""
         with self._channel.collective(call):
             shard = self._host("output", output)
             self._reduce(shard, self._staged("input", rows))
             self._deliver(output, shard)
 
     def all_gather(self, output: Tensor, shard: Tensor, call: Call) -> None:
-        """output [size, n] = every rank's shard [n]."""
+        """Sets output [size, n] to every rank's shard [n]."""
         with self._channel.collective(call):
             rows = self._host("output", output)
             self._gather(rows, self._staged("input", shard))
             self._deliver(output, rows)
 
     def all_reduce(self, output: Tensor, rows: Tensor, call: Call) -> None:
-        """output [size, n] = mean over ranks of rows [size, n], with `reduce_scatter`'s bits."""
+        """Sets output [size, n] to mean over ranks of rows [size, n], with `reduce_scatter`'s bits."""
         with self._channel.collective(call):
             result = self._host("output", output)
             shard = result[self._channel.rank]
@@ -211,8 +211,10 @@ def _flatten(
     backs: list[tuple[Tensor, Tensor]] = []
     for tensor in tensors:
         plain = tensor.detach()
-        whole = plain if plain.is_contiguous() else torch.empty_like(
-            plain, memory_format=torch.contiguous_format
+        whole = (
+            plain
+            if plain.is_contiguous()
+            else torch.empty_like(plain, memory_format=torch.contiguous_format)
         )
         flat = whole.view(-1).view(torch.uint8)
         if whole is not plain:
@@ -241,9 +243,7 @@ def _batches(flats: Sequence[Tensor]) -> list[list[Tensor]]:
     return batches
 
 
-def _spread(
-    channel: Channel, batch: list[Tensor], *, source: int, workspace: Workspace
-) -> None:
+def _spread(channel: Channel, batch: list[Tensor], *, source: int, workspace: Workspace) -> None:
     total = sum(part.numel() for part in batch)
     direct = len(batch) == 1 and batch[0].device == _CPU
     staging = batch[0] if direct else workspace.take("broadcast", total)

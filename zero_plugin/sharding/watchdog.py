@@ -24,9 +24,17 @@ _RECORD_SECONDS = 1.0
 class Store(Protocol):
     """What is used of a torch store."""
 
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
+    def set(self, key: str, value: str, /) -> None:
+        """Stores a value."""
+        ...
+
+    def get(self, key: str, /) -> bytes:
+        """Reads a value that is there."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there; does not wait."""
+        ...
 
 
 class Watched(Protocol):
@@ -160,7 +168,7 @@ class Watchdog:
             try:
                 self._serve()
                 self._look()
-            except Exception:  # noqa: BLE001, PERF203, S112 - the store is gone with its host; waits have deadlines of their own
+            except Exception:  # noqa: BLE001, S112 - the store's host is gone; waits have deadlines
                 continue
 
     def _serve(self) -> None:
