@@ -6,14 +6,10 @@ gradients, `optim` updates, `runtime` moves bytes.
 
 from __future__ import annotations
 
-import os
-import socket
-import warnings
+import math
 import weakref
-import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,28 +25,25 @@ from zero_plugin.errors import (
     NonFiniteGradientError,
     ParameterError,
 )
-from zero_plugin.grads.norm import Clip, NormSummary, clip_factor, merge_partials, norm_of
+from zero_plugin.grads.agreement import GradientAgreement, Summary
+from zero_plugin.grads.buckets import Buckets
+from zero_plugin.grads.clipping import Clipper
+from zero_plugin.grads.nonfinite import NonFinitePolicy
+from zero_plugin.grads.norm import Clip
 from zero_plugin.grads.offload import GradientShards
-from zero_plugin.grads.reducer import DTYPES, GradientReducer
+from zero_plugin.grads.reducer import GradientReducer
 from zero_plugin.grads.scaler import LossScaler
 from zero_plugin.grads.sentinel import GradientSentinel
-from zero_plugin.kernels import Kernels, NormPartial
 from zero_plugin.optim import facade
 from zero_plugin.optim.kept import KeptStates
-from zero_plugin.optim.pipeline import Buckets, StepPipeline
+from zero_plugin.optim.pipeline import StepPipeline
 from zero_plugin.optim.states import OptimizerStates
-from zero_plugin.runtime.backend import Backend
-from zero_plugin.runtime.select import create_backend
-from zero_plugin.sharding.group import ProcessGroup
-from zero_plugin.sharding.hooks import ForwardHook, GradientHooks, bump_versions
-from zero_plugin.sharding.partition import (
-    Block,
-    ManagedParameter,
-    ShardPlace,
-    collect_parameters,
-    form_blocks,
-)
-from zero_plugin.trace import Ledger, Trace
+from zero_plugin.resources import Resources
+from zero_plugin.sharding.hooks import ForwardHook, GradientHooks
+from zero_plugin.sharding.partition import Block, ManagedParameter, ShardPlace, collect_parameters
+from zero_plugin.sharding.roster import Roster
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 MEMORY_KINDS: tuple[str, ...] = (
     "params",
@@ -61,15 +54,6 @@ MEMORY_KINDS: tuple[str, ...] = (
     "staging",
 )
 """Keys of each tier in `ZeroEngine.memory()`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Summary:
-    """What all ranks know about one optimizer's gradients before a step."""
-
-    generation: int
-    norm: NormSummary
-    present: set[int]
 
 
 class ZeroEngine:
@@ -108,50 +92,18 @@ class ZeroEngine:
         members = collect_parameters(model, self.optimizers)
         self._device = _one_device(model, members)
         self._closed = False
-        self._members: list[ManagedParameter] = []
-        self._blocks: list[Block] = []
-        self._versions: list[int] = []
-        self._ledger = Ledger(extras=("headers",))
-        self._trace = Trace() if self.config.trace is not None else None
-        self._group = ProcessGroup.create(
-            device=self._device, ledger=self._ledger, timeout_seconds=self.config.timeout_seconds
-        )
-        self._kernels = Kernels(threads=self._choose_threads(), isa=self.config.instruction_set)
-        self._group.use_kernels(self._kernels)
-        self._backend = self._make_backend()
-        self._finalizer = weakref.finalize(
-            self, _shut_down, self._backend, self._kernels, self._group
-        )
+        self._resources = Resources.open(self.config, self._device)
+        self._finalizer = weakref.finalize(self, self._resources.close)
+        self._roster = Roster(model, self.optimizers)
         self._scaler = LossScaler(self.config.loss_scale)
-        self._gradients = GradientShards(
-            self._backend,
-            self.config.gradients,
-            DTYPES[self.config.gradient_dtype] if self.config.gradient_dtype else None,
-        )
-        self._reducer = GradientReducer(self._backend, self._group, self._gradients, self.config)
-        self._pipeline = StepPipeline(
-            self._backend,
-            self._group,
-            self._gradients,
-            self.config.optimizer,
-            Buckets(
-                gathered=lambda: self._reducer.fill_pool, chunk=lambda: self._reducer.output_pool
-            ),
-            sharded=self.config.shards_optimizer,
-        )
-        self._hooks = GradientHooks(self._reducer)
+        self._nonfinite = NonFinitePolicy(self.config, self._scaler)
+        self._clipper = Clipper()
         self._buffer_hook: ForwardHook | None = None
-        self._summaries: dict[int, _Summary] = {}
-        self._clips: dict[int, Clip] = {}
         self._learned_order = False
-        self._consecutive_skips = 0
-        self.skipped_steps = 0
-        """Optimizer steps that were skipped for a non-finite gradient."""
-        self.step_was_skipped = False
-        """Whether the last optimizer step was skipped."""
+        self._assemble()
         try:
             self._states = [
-                OptimizerStates(item, self._backend, self.config.optimizer)
+                OptimizerStates(item, self._resources.backend, self.config.optimizer)
                 for item in self.optimizers
             ]
             self._equalise_ranks()
@@ -161,6 +113,30 @@ class ZeroEngine:
         except BaseException:
             self.close()
             raise
+
+    def _assemble(self) -> None:
+        """Wire the parts that move gradients and weights."""
+        config, group, backend = self.config, self._resources.group, self._resources.backend
+        dtype = DTYPES[config.gradient_dtype] if config.gradient_dtype else None
+        self._gradients = GradientShards(backend, config.gradients, dtype)
+        self._buckets = Buckets(backend, DTYPES[config.reduce_dtype], group.size)
+        self._reducer = GradientReducer(backend, group, self._gradients, self._buckets, config)
+        self._agreement = GradientAgreement(
+            group,
+            self._reducer,
+            self._gradients,
+            self._roster.of,
+            sharded=config.shards_optimizer,
+        )
+        self._pipeline = StepPipeline(
+            backend,
+            group,
+            self._gradients,
+            config.optimizer,
+            self._buckets,
+            sharded=config.shards_optimizer,
+        )
+        self._hooks = GradientHooks(self._reducer)
 
     # Backward ----------------------------------------------------------------------------------------------------
 
@@ -181,8 +157,8 @@ class ZeroEngine:
         An exception in the backward drops the gradients of the step and is raised on.
         """
         self._check_open("backward")
-        self._refresh()
-        if not any(self._reducer.is_present(index) for index in range(len(self._members))):
+        self._manage(self._roster.newcomers())
+        if not self._reducer.local.any_present():
             self._scaler.advance()
         self._hooks.announced = True
         try:
@@ -266,30 +242,23 @@ class ZeroEngine:
             ConfigError: another norm, or a negative bound.
             NonFiniteGradientError: see `error_if_nonfinite`.
         """
-        if not max_norm >= 0:
-            raise ConfigError(f"max_norm={max_norm!r} must be 0 or more")
+        self._check_open("clip_grad_norm_")
         numbers = self._numbers(optimizer)
-        for number in numbers:
-            if self._clips.get(number, Clip()).value is not None:
-                raise ConfigError(
-                    "clip_grad_norm_ after clip_grad_value_ in one step is not supported: the norm of clamped "
-                    "gradients would need another pass; clip by norm first"
-                )
-        merged = merge_partials(self._summary(number).norm for number in numbers)
-        before = {self._clips.get(number, Clip()).factor for number in numbers}
-        if len(before) > 1:
-            raise ConfigError(
-                "the optimizers were clipped by different factors already: clip each one by itself"
-            )
-        factor = before.pop()
-        norm = norm_of(merged, norm_type, self._scaler.scale) * factor
-        if error_if_nonfinite and merged.nonfinite:
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._manage(self._roster.newcomers())
+            summaries = [self._agreement.summarise(number).norm for number in numbers]
+        norm = self._clipper.by_norm(
+            numbers,
+            summaries,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale=self._scaler.scale,
+        )
+        if error_if_nonfinite and not math.isfinite(norm):
             raise NonFiniteGradientError(
-                f"the gradient norm is {norm}: {self._name_nonfinite(numbers)}; lower the learning rate or the loss "
-                "scale, or pass error_if_nonfinite=False"
+                f"the gradient norm is {norm}: {self._agreement.name_nonfinite(numbers)}; lower the learning rate or "
+                "the loss scale, or pass error_if_nonfinite=False"
             )
-        for number in numbers:
-            self._clips[number] = Clip(factor=factor * clip_factor(norm, max_norm))
         return torch.tensor(norm, dtype=torch.float32, device=self._device)
 
     def clip_grad_value_(self, clip_value: float, optimizer: Optimizer | None = None) -> None:
@@ -299,12 +268,8 @@ class ZeroEngine:
             clip_value: the bound on magnitudes.
             optimizer: clip this one's parameters; None for all.
         """
-        if not clip_value >= 0:
-            raise ConfigError(f"clip_value={clip_value!r} must be 0 or more")
-        for number in self._numbers(optimizer):
-            old = self._clips.get(number, Clip())
-            value = clip_value if old.value is None else min(clip_value, old.value)
-            self._clips[number] = Clip(factor=old.factor, value=float(value))
+        self._check_open("clip_grad_value_")
+        self._clipper.by_value(self._numbers(optimizer), clip_value)
 
     # Access ------------------------------------------------------------------------------------------------------
 
@@ -321,36 +286,33 @@ class ZeroEngine:
         A gradient no rank has is None. Writes are not carried into the step.
         """
         self._check_open("full_grads")
-        present: set[int] = set()
-        for number in range(len(self.optimizers)):
-            present |= self._summary(number).present
-        sentinels: dict[int, Tensor | None] = {}
+        stand_ins: list[tuple[ManagedParameter, Tensor | None]] = []
         with torch.inference_mode(mode=False), torch.no_grad():
-            for block in self._blocks:
+            self._manage(self._roster.newcomers())
+            numbers = range(len(self.optimizers))
+            present = {i for number in numbers for i in self._agreement.summarise(number).present}
+            for block in self._roster.blocks:
                 if not any(member.index in present for member in block.parameters):
                     continue
                 chunk, after = self._gradients.chunk(block)
                 for ticket in after:
                     ticket.wait()
-                fulls = self._pipeline.gather_chunk(block, chunk.to(block.device))
+                fulls = self._pipeline.gather_chunk(block, chunk)
                 for member, full in zip(block.parameters, fulls, strict=True):
-                    sentinels[member.index] = member.parameter.grad
-                    grad = (
-                        full.to(block.device, torch.float32)
-                        .div_(self._scaler.scale)
-                        .to(block.dtype)
-                    )
-                    member.parameter.grad = grad if member.index in present else None
+                    stand_ins.append((member, member.parameter.grad))
+                    grad = full.to(block.device, torch.float32).div_(self._scaler.scale)
+                    seen = member.index in present
+                    member.parameter.grad = grad.to(block.dtype) if seen else None
         try:
             yield
         finally:
-            for index, sentinel in sentinels.items():
-                self._members[index].parameter.grad = sentinel
+            for member, stand_in in stand_ins:
+                member.parameter.grad = stand_in
 
     def full_state_dict(self) -> dict[str, Any]:
         """The model's state dict on the CPU of rank 0, empty on the others; all ranks call it."""
         self._check_open("full_state_dict")
-        if self._group.rank != 0:
+        if self._resources.group.rank != 0:
             return {}
         return {
             name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()
@@ -370,10 +332,12 @@ class ZeroEngine:
         self._check_open("optimizer_state_dict")
         states = self._states[self._number(optimizer)]
         with torch.inference_mode(mode=False), torch.no_grad():
-            self._import_foreign_writes(self._number(optimizer))
+            states.import_weights(
+                self._roster.take_foreign_writes(self._number(optimizer), self._resources.group)
+            )
             return states.state_dict(
                 self._pipeline.gather_chunk,
-                keep=not rank0_only or self._group.rank == 0,
+                keep=not rank0_only or self._resources.group.rank == 0,
             )
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -385,7 +349,8 @@ class ZeroEngine:
         self._check_open("load_optimizer_state_dict")
         number = self._number(optimizer)
         with torch.inference_mode(mode=False), torch.no_grad():
-            self._import_foreign_writes(number)
+            written = self._roster.take_foreign_writes(number, self._resources.group)
+            self._states[number].import_weights(written)
             self._states[number].load_state_dict(state)
             for ours, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
                 ours.update({key: value for key, value in theirs.items() if key != "params"})
@@ -399,6 +364,16 @@ class ZeroEngine:
         self._scaler.load_state_dict(state)
 
     @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps that were skipped for a non-finite gradient."""
+        return self._nonfinite.skipped_steps
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last optimizer step was skipped."""
+        return self._nonfinite.step_was_skipped
+
+    @property
     def loss_scale(self) -> float:
         """The factor on the present loss; 1 without loss scaling."""
         return self._scaler.scale
@@ -406,12 +381,12 @@ class ZeroEngine:
     @property
     def rank(self) -> int:
         """This process's rank."""
-        return self._group.rank
+        return self._resources.group.rank
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self._group.size
+        return self._resources.group.size
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes of each kind of state in each tier, on this rank, staging and padding included."""
@@ -425,26 +400,26 @@ class ZeroEngine:
         table[self.config.optimizer]["master"] = sum(item.master_bytes for item in states)
         table[self.config.optimizer]["moments"] = sum(item.moment_bytes for item in states)
         table[self.config.gradients]["gradients"] = self._gradients.gradient_bytes
-        table["device"]["staging"] += self._reducer.staging_bytes + self._group.workspace_bytes
+        table["device"]["staging"] += self._buckets.nbytes + self._resources.group.workspace_bytes
         table[self.config.gradients]["staging"] += self._gradients.staging_bytes
         table[self.config.optimizer]["staging"] += self._pipeline.staging_bytes
         return table
 
     def ledger(self) -> dict[str, int]:
         """Bytes this rank moved since the start, by direction and collective."""
-        return self._ledger.snapshot()
+        return self._resources.ledger.snapshot()
 
     @property
     def peak_gradient_bytes(self) -> int:
         """Most bytes of device memory that unreduced gradients took at once."""
-        return self._reducer.peak_live_bytes
+        return self._reducer.local.peak_bytes
 
     # Lifetime ----------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
         """Wait until nothing is in flight; raises the error of an operation that failed."""
         self._check_open("drain")
-        self._backend.drain()
+        self._resources.backend.drain()
 
     def abort_step(self) -> None:
         """Drop the gradients of a broken step and bring the lanes to rest; weights and states are untouched."""
@@ -452,16 +427,16 @@ class ZeroEngine:
             return
         with torch.inference_mode(mode=False), torch.no_grad():
             self._reducer.abort()
-            self._summaries.clear()
-            self._clips.clear()
-            if self._group.size == 1:
-                self._backend.settle()
+            self._agreement.forget()
+            self._clipper.forget()
+            if self._resources.group.size == 1:
+                self._resources.backend.settle()
 
     def keep_states(self) -> KeptStates:
         """The optimizer states, to read after `close`: call it right before."""
         return KeptStates(
             self._states,
-            size=self._group.size if self.config.shards_optimizer else 1,
+            size=self._resources.group.size if self.config.shards_optimizer else 1,
             timeout_seconds=self.config.timeout_seconds,
         )
 
@@ -476,19 +451,15 @@ class ZeroEngine:
         for item in self.optimizers:
             if getattr(item, "zero_host", None) is self:
                 facade.release(item)
-        for member in self._members:
+        for member in self._roster.members:
             if isinstance(member.parameter.grad, GradientSentinel):
                 member.parameter.grad = None
         self._reducer.release()
-        if self._group.size == 1:
-            self._backend.settle()
-        for part in (self._reducer, self._gradients, self._pipeline):
+        if self._resources.group.size == 1:
+            self._resources.backend.settle()
+        for part in (self._buckets, self._gradients, self._pipeline):
             part.close()
         self._finalizer()
-        if self._trace is not None and self.config.trace is not None:
-            self._trace.write_chrome(
-                _trace_path(self.config.trace, self._group.rank, self._group.size)
-            )
 
     def __enter__(self) -> Self:
         """The engine itself."""
@@ -505,33 +476,31 @@ class ZeroEngine:
         self._check_open("step")
         number = self._number(optimizer)
         with torch.inference_mode(mode=False), torch.no_grad():
-            summary = self._summary(number)
-            clip = self._clips.pop(number, Clip())
+            self._manage(self._roster.newcomers())
+            summary = self._agreement.summarise(number)
+            clip = self._clipper.take(number)
             self._learn_order()
             self._reducer.spent.add(number)
-            self.step_was_skipped = False
-            if summary.norm.nonfinite and self.config.nonfinite != "propagate":
-                self._skip(number)
-                return
-            self._consecutive_skips = 0
-            self._scaler.record(overflow=False)
-            self._update(
-                number, summary, Clip(factor=clip.factor / self._scaler.scale, value=clip.value)
-            )
+            if self._nonfinite.passes(summary.norm.nonfinite):
+                scaled = Clip(factor=clip.factor / self._scaler.scale, value=clip.value)
+                self._update(number, summary, scaled)
+            else:
+                self._nonfinite.skip(self._agreement.name_nonfinite([number]))
 
     def optimizer_zero_grad(self, optimizer: Optimizer, *, set_to_none: bool) -> None:
         """Clear one optimizer's gradients; `optimizer.zero_grad()` comes here."""
         self._check_open("zero_grad")
         number = self._number(optimizer)
-        self._clips.pop(number, None)
+        self._clipper.take(number)
+        members = [member for member in self._roster.members if member.optimizer == number]
         with torch.inference_mode(mode=False), torch.no_grad():
             if set_to_none:
                 self._reducer.clear([number])
             else:
-                for member in self._members:
-                    if member.optimizer == number and self._reducer.is_present(member.index):
+                for member in members:
+                    if self._reducer.local.is_present(member.index):
                         self._reducer.zero(member.index)
-        managed = {id(member.parameter) for member in self._members}
+        managed = {id(member.parameter) for member in members}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in managed:
@@ -540,103 +509,20 @@ class ZeroEngine:
     def parameters_changed(self, optimizer: Optimizer) -> None:
         """A param group was added to an optimizer."""
         self._number(optimizer)
-        self._refresh()
+        self._manage(self._roster.newcomers())
 
     # Inside ------------------------------------------------------------------------------------------------------
 
-    def _update(self, number: int, summary: _Summary, clip: Clip) -> None:
-        self._import_foreign_writes(number)
+    def _update(self, number: int, summary: Summary, clip: Clip) -> None:
         states = self._states[number]
+        states.import_weights(self._roster.take_foreign_writes(number, self._resources.group))
         plan = states.plan(lambda index: index in summary.present)
-        tickets = self._pipeline.run(plan, states.blocks, states.rule, clip)
-        for ticket in tickets:
-            ticket.on(self._backend.compute)
+        for ticket in self._pipeline.run(plan, states.blocks, states.rule, clip):
+            ticket.on(self._resources.backend.compute)
             ticket.wait()
-        updated = [
+        self._roster.note_published(
             item.block.parameters[position] for item in plan.blocks for position in item.positions
-        ]
-        bump_versions([member.parameter for member in updated])
-        for member in updated:
-            self._versions[member.index] = member.parameter._version
-
-    def _summary(self, number: int) -> _Summary:
-        """Bring all ranks to the same gradients of an optimizer and agree on norm and presence."""
-        known = self._summaries.get(number)
-        if known is not None and known.generation == self._reducer.generation:
-            return known
-        with torch.inference_mode(mode=False), torch.no_grad():
-            self._refresh()
-            self._reducer.finalize()
-            blocks = [block for block in self._blocks if block.optimizer == number]
-            norm = self._gradients.summarise(blocks)
-            members = [member.index for block in blocks for member in block.parameters]
-            present = {index for index in members if self._reducer.is_present(index)}
-            if self._group.size > 1:
-                norm, present = self._agree(norm, members, present)
-        summary = _Summary(generation=self._reducer.generation, norm=norm, present=present)
-        self._summaries[number] = summary
-        return summary
-
-    def _agree(
-        self, norm: NormSummary, members: list[int], present: set[int]
-    ) -> tuple[NormSummary, set[int]]:
-        flags = torch.tensor([index in present for index in members], dtype=torch.int64)
-        rows = self._group.exchange(torch.cat([norm.to_tensor(), flags]))
-        words = NormPartial.NUM_WORDS
-        partials = [NormPartial.from_tensor(row[:words]) for row in rows]
-        # Without sharding every rank holds the whole gradient, and all the same one.
-        merged = merge_partials(partials) if self.config.shards_optimizer else partials[0]
-        union = torch.stack([row[words:] for row in rows]).amax(dim=0).tolist() if members else []
-        return merged, {index for index, seen in zip(members, union, strict=True) if seen}
-
-    def _skip(self, number: int) -> None:
-        """A non-finite gradient: no weight changes."""
-        where = self._name_nonfinite([number])
-        scale = self._scaler.scale
-        exhausted = self._scaler.exhausted
-        self._scaler.record(overflow=True)
-        self.step_was_skipped = True
-        self.skipped_steps += 1
-        self._consecutive_skips += 1
-        cure = (
-            "look for the first operation that overflows (torch.autograd.set_detect_anomaly), lower the learning rate, "
-            "or set nonfinite='propagate' for plain torch's behaviour"
         )
-        if self.config.nonfinite == "raise":
-            raise NonFiniteGradientError(f"{where}; no weight was changed; {cure}")
-        if exhausted and self._consecutive_skips >= self.config.nonfinite_patience:
-            raise NonFiniteGradientError(
-                f"{where}, for {self._consecutive_skips} steps in a row at loss scale {scale:g}; no weight was changed "
-                f"in them; {cure}"
-            )
-        if exhausted:
-            warnings.warn(
-                f"step skipped: {where} (loss scale {scale:g})", RuntimeWarning, stacklevel=4
-            )
-
-    def _name_nonfinite(self, numbers: Sequence[int]) -> str:
-        blocks = [block for block in self._blocks if block.optimizer in numbers]
-        names = self._gradients.find_nonfinite(blocks)
-        if not names:
-            return "a gradient is NaN or infinite in another rank's part"
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return f"the gradient of {shown} is NaN or infinite"
-
-    def _import_foreign_writes(self, number: int) -> None:
-        """Take weights that user code wrote (load_state_dict, EMA swaps) into the masters, on all ranks."""
-        members = [member for member in self._members if member.optimizer == number]
-        changed = [
-            member.parameter._version != self._versions[member.index] or member.moved
-            for member in members
-        ]
-        if self._group.size > 1:
-            rows = self._group.exchange(torch.tensor(changed, dtype=torch.int64))
-            changed = torch.stack(rows).amax(dim=0).bool().tolist() if members else []
-        indices = {member.index for member, seen in zip(members, changed, strict=True) if seen}
-        if indices:
-            self._states[number].import_weights(indices)
-            for index in indices:
-                self._versions[index] = self._members[index].parameter._version
 
     def _learn_order(self) -> None:
         """After the first backward, launch blocks in the order in which rank 0's gradients completed them."""
@@ -644,47 +530,36 @@ class ZeroEngine:
             return
         self._learned_order = True
         order = self._reducer.completion_order
-        if self._group.size > 1:
-            order = self._group.exchange(torch.tensor(order, dtype=torch.int64))[0].tolist()
+        if self._resources.group.size > 1:
+            order = self._resources.group.exchange(torch.tensor(order, dtype=torch.int64))[
+                0
+            ].tolist()
         self._reducer.reorder(order)
 
-    def _refresh(self) -> None:
-        """Manage parameters that became trainable or were added to an optimizer."""
-        managed = {id(member.parameter) for member in self._members}
-        if all(
-            id(parameter) in managed or not parameter.requires_grad
-            for item in self.optimizers
-            for group in item.param_groups
-            for parameter in group["params"]
-        ):
-            return
-        with torch.inference_mode(mode=False), torch.no_grad():
-            self._reducer.end_backward()
-            self._manage(collect_parameters(self.model, self.optimizers, known=self._members))
-
     def _manage(self, members: list[ManagedParameter]) -> None:
+        """Manage parameters that are new, became trainable, or were added to an optimizer."""
         if not members:
             return
-        sharded = self.config.shards_optimizer
-        blocks = form_blocks(
+        sharded, group = self.config.shards_optimizer, self._resources.group
+        place = ShardPlace(
+            shards=group.size if sharded else 1,
+            rank=group.rank if sharded else 0,
+            world_size=group.size,
+        )
+        blocks = self._roster.form(
             members,
-            ShardPlace(
-                shards=self._group.size if sharded else 1,
-                rank=self._group.rank if sharded else 0,
-                world_size=self._group.size,
-            ),
+            place,
             wire_bytes=DTYPES[self.config.reduce_dtype].itemsize,
             limit=self.config.bucket_size,
-            first_index=len(self._blocks),
         )
         self._check_budget(blocks)
         with torch.inference_mode(mode=False), torch.no_grad():
-            self._members += members
-            self._versions += [member.parameter._version for member in members]
-            self._blocks += blocks
+            self._reducer.end_backward()
+            self._roster.admit(members, blocks)
             self._gradients.add_blocks(blocks)
             for number, states in enumerate(self._states):
                 states.add_blocks([block for block in blocks if block.optimizer == number])
+            self._buckets.add_blocks(self._roster.blocks)
             self._reducer.add_blocks(blocks)
             self._pipeline.add_blocks(
                 {i: s for item in self._states for i, s in item.blocks.items()}
@@ -707,17 +582,17 @@ class ZeroEngine:
             limit = self.config.limit(tier)
             if limit is not None and need[tier] > limit:
                 raise BudgetError(
-                    f"the states need {need[tier]:,} bytes of {tier} memory on rank {self._group.rank}, and "
+                    f"the states need {need[tier]:,} bytes of {tier} memory on rank {self._resources.group.rank}, and "
                     f"{tier}_limit is {limit:,}: raise it, use more processes, or place optimizer or gradients elsewhere"
                 )
 
     def _equalise_ranks(self) -> None:
         """Make parameters and buffers equal to rank 0's, as DistributedDataParallel does."""
-        if self._group.size == 1:
+        if self._resources.group.size == 1:
             return
         with torch.inference_mode(mode=False), torch.no_grad():
             tensors = [item.data for item in (*self.model.parameters(), *self.model.buffers())]
-            self._group.broadcast(tensors)
+            self._resources.group.broadcast(tensors)
         if self.config.broadcast_buffers and any(True for _ in self.model.buffers()):
             self._buffer_hook = ForwardHook(self.model, self._before_forward)
 
@@ -726,36 +601,13 @@ class ZeroEngine:
 
         Done before each training forward of the model itself. For a framework that calls submodules in its own order.
         """
-        if self._group.size > 1 and self.config.broadcast_buffers:
+        if self._resources.group.size > 1 and self.config.broadcast_buffers:
             with torch.inference_mode(mode=False), torch.no_grad():
-                self._group.broadcast([item.data for item in self.model.buffers()])
+                self._resources.group.broadcast([item.data for item in self.model.buffers()])
 
     def _before_forward(self) -> None:
         if self.model.training and torch.is_grad_enabled():
             self.broadcast_buffers()
-
-    def _make_backend(self) -> Backend:
-        name = self.config.backend if self.config.overlap else "inline"
-        return create_backend(
-            name,
-            device=self._device,
-            kernels=self._kernels,
-            trace=self._trace,
-            ledger=self._ledger,
-            seed=self.config.backend_seed,
-        )
-
-    def _choose_threads(self) -> int:
-        if self.config.threads is not None:
-            return self.config.threads
-        cores = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
-        here = zlib.crc32(socket.gethostname().encode())
-        hosts = self._group.exchange(torch.tensor([here], dtype=torch.int64))
-        return max(1, cores // sum(int(row[0]) == here for row in hosts))
 
     def _number(self, optimizer: Optimizer) -> int:
         for number, item in enumerate(self.optimizers):
@@ -783,16 +635,3 @@ def _one_device(model: nn.Module, members: Sequence[ManagedParameter]) -> torch.
             "one device; the engine shards over processes, not over devices of one process"
         )
     return devices.pop() if devices else torch.device("cpu")
-
-
-def _shut_down(backend: Backend, kernels: Kernels, group: ProcessGroup) -> None:
-    group.close()
-    backend.close()
-    kernels.close()
-
-
-def _trace_path(path: Any, rank: int, size: int) -> Any:
-    from pathlib import Path
-
-    base = Path(path)
-    return base if size == 1 else base.with_name(f"{base.stem}.rank{rank}{base.suffix}")

@@ -11,7 +11,6 @@ the collectives it issued, and the counts are exchanged.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,33 +20,25 @@ from torch import Tensor
 
 from zero_plugin.config import ZeroConfig
 from zero_plugin.errors import EngineStateError
+from zero_plugin.grads.buckets import Buckets
+from zero_plugin.grads.local import LocalGradients
 from zero_plugin.grads.offload import GradientShards
-from zero_plugin.grads.sentinel import GradientSentinel
-from zero_plugin.runtime.backend import Backend, Ticket
-from zero_plugin.runtime.buffers import Lease, SlabPool
+from zero_plugin.runtime.backend import Backend
+from zero_plugin.runtime.buffers import Lease
 from zero_plugin.runtime.operations import Collective, Copy, Zero
+from zero_plugin.runtime.ticket import Ticket
 from zero_plugin.sharding.group import ProcessGroup
-from zero_plugin.sharding.partition import Block, ManagedParameter, add_into, pack
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from zero_plugin.sharding.partition import Block, add_into, pack
 
 
 @dataclass(kw_only=True, slots=True)
 class _Fill:
     """A block on its way out of one round."""
 
+    expected: int
     arrived: set[int] = field(default_factory=set)
     packed: set[int] = field(default_factory=set)
     lease: Lease | None = None
-    expected: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
-    """Where a parameter is laid out."""
-
-    block: Block
-    position: int
 
 
 class GradientReducer:
@@ -57,44 +48,41 @@ class GradientReducer:
         backend: lanes and memory.
         group: the ranks.
         shards: where the reduced chunks go.
-        config: bucket size, wire dtype, and whether gradients are sharded.
+        buckets: device buffers.
+        config: what is sharded.
     """
 
     def __init__(
-        self, backend: Backend, group: ProcessGroup, shards: GradientShards, config: ZeroConfig
+        self,
+        backend: Backend,
+        group: ProcessGroup,
+        shards: GradientShards,
+        buckets: Buckets,
+        config: ZeroConfig,
     ) -> None:
         self._backend = backend
         self._group = group
         self._shards = shards
-        self._wire = DTYPES[config.reduce_dtype]
+        self._buckets = buckets
         self._sharded = config.shards_gradients
         self._sharded_states = config.shards_optimizer
-        self._parameters: list[ManagedParameter] = []
-        self._places: list[_Place] = []
+        self.local = LocalGradients(self.zero)
+        """Gradients not reduced yet."""
+        self._places: dict[int, tuple[Block, int]] = {}
         self._order: list[Block] = []
         self._rank_in_order: dict[int, int] = {}
-        self._local: list[Tensor | None] = []
-        self._present: list[bool] = []
-        self._cleared: set[int] = set()
         self._fills: dict[int, _Fill] = {}
         self._next = 0
+        self._open = False
         self._issued = 0
         self._forget_before = 0
         self._completed: list[int] = []
-        self._open = False
-        self._in_flight: deque[Ticket[Any]] = deque()
+        self._exact = False
+        self._last_copy: Ticket[Any] | None = None
         self._collectives = backend.lane("collectives", "device")
         self._offload = backend.lane("offload", "device")
-        self._fill_pool: SlabPool | None = None
-        self._output_pool: SlabPool | None = None
-        self._exact = False
-        self._live = 0
-        self.peak_live_bytes = 0
-        """Most device bytes of unreduced gradients (held or packed) seen so far."""
         self.deferred = False
         """True inside `no_sync`: another backward follows before the step."""
-        self.generation = 0
-        """Changes whenever a gradient arrives or is cleared."""
         self.spent: set[int] = set()
         """Optimizers that stepped on the present gradients."""
 
@@ -103,19 +91,12 @@ class GradientReducer:
     def add_blocks(self, blocks: Sequence[Block]) -> None:
         """Take on new blocks; they are launched after the earlier ones, last block first."""
         for block in blocks:
-            for position, member in enumerate(block.parameters):
-                if member.index != len(self._parameters):
-                    self._grow(member.index)
-                self._grow(member.index + 1)
-                self._parameters[member.index] = member
-                self._places[member.index] = _Place(block=block, position=position)
+            self.local.add_members(block.parameters)
+            self._places.update(
+                (member.index, (block, position))
+                for position, member in enumerate(block.parameters)
+            )
         self._set_order([*self._order, *reversed(blocks)])
-        self._make_pools()
-
-    @property
-    def order(self) -> tuple[Block, ...]:
-        """Blocks in launch order."""
-        return tuple(self._order)
 
     def reorder(self, indices: Sequence[int]) -> None:
         """Launch blocks in the order of these block indices from now on; between rounds only."""
@@ -124,71 +105,42 @@ class GradientReducer:
 
     @property
     def completion_order(self) -> list[int]:
-        """Block indices in the order in which the last round's gradients completed them."""
-        seen = [index for index in self._completed if index >= 0]
-        return seen + [block.index for block in self._order if block.index not in seen]
-
-    def is_present(self, index: int) -> bool:
-        """Whether this rank has a gradient of the parameter."""
-        return self._present[index]
-
-    @property
-    def staging_bytes(self) -> int:
-        """Device bytes of the bucket buffers."""
-        return sum(pool.nbytes for pool in (self._fill_pool, self._output_pool) if pool is not None)
-
-    @property
-    def fill_pool(self) -> SlabPool | None:
-        """Bucket buffers of [shards, chunk], shared with the all-gather of updated weights."""
-        return self._fill_pool
-
-    @property
-    def output_pool(self) -> SlabPool | None:
-        """Chunk buffers on the device, shared with the all-gather of updated weights."""
-        return self._output_pool
+        """Block indices in the order in which the last round's gradients completed them; the others follow."""
+        return self._completed + [
+            block.index for block in self._order if block.index not in self._completed
+        ]
 
     # Gradients as autograd makes them ----------------------------------------------------------------------------
 
     def expect(self, index: int) -> None:
-        """Make room for the gradient: autograd must not add to a stand-in."""
-        parameter = self._parameters[index].parameter
-        grad = parameter.grad
-        if grad is None:
-            if self._present[index]:
-                self._cleared.add(index)
-        elif isinstance(grad, GradientSentinel):
-            parameter.grad = None
+        """A gradient of the parameter is about to be accumulated."""
+        self.local.make_room(index)
 
     def receive(self, index: int) -> None:
-        """Take the gradient out of `Parameter.grad`."""
-        member = self._parameters[index]
-        grad = member.parameter.grad
-        if grad is None or isinstance(grad, GradientSentinel):
-            return
-        grad = grad.detach()
+        """Take the gradient out of `Parameter.grad`.
+
+        Raises:
+            EngineStateError: the gradient is sparse, or the last step's gradients were not cleared.
+        """
         if not self._open:
             self._sync_clears(arriving=index)
-        if self._places[index].block.optimizer in self.spent:
-            member.parameter.grad = self._stand_in(index)
+        grad = self.local.take(index)
+        if grad is None:
+            return
+        block, position = self._places[index]
+        if block.optimizer in self.spent:
+            name = block.parameters[position].name
+            self.local.track(-grad.numel() * grad.element_size())
             raise EngineStateError(
-                f"parameter {member.name!r} received a gradient, but those of the last step were not cleared: call "
+                f"parameter {name!r} received a gradient, but those of the last step were not cleared: call "
                 "zero_grad() after each step (plain torch would add the new gradient to the old one)"
             )
-        member.parameter.grad = self._stand_in(index)
-        self._present[index] = True
-        self.generation += 1
-        if grad.layout != torch.strided:
-            raise EngineStateError(
-                f"parameter {member.name!r} received a {grad.layout} gradient: sharded reduction needs dense ones; "
-                "use sparse=False in its embedding"
-            )
-        self._track(grad.numel() * grad.element_size())
         if self.deferred and not self._sharded:
             self._exact = True
-            self._add_local(index, grad)
+            self.local.hold(index, grad)
             return
         self._open_round()
-        self._place(index, grad)
+        self._place(block, position, grad)
         self._launch_ready()
 
     def end_backward(self) -> None:
@@ -207,15 +159,17 @@ class GradientReducer:
         """Bring every rank to the same set of reduced gradients; all ranks call it."""
         self.end_backward()
         self._sync_clears()
-        self._adopt_foreign()
-        if any(item is not None for item in self._local):
+        for index in self.local.foreign():
+            grad = self.local.take(index)
+            if grad is not None:
+                self.local.hold(index, grad)
+        if self.local:
             self._open_round()
             self.end_backward()
         if self._group.size == 1:
             return
-        rows = self._group.exchange(
-            torch.tensor([self._issued, self._forget_before], dtype=torch.int64)
-        )
+        counts = torch.tensor([self._issued, self._forget_before], dtype=torch.int64)
+        rows = self._group.exchange(counts, label="rounds before the step")
         target = max(int(row[0]) for row in rows)
         forget = max(int(row[1]) for row in rows)
         while self._issued < target:
@@ -228,27 +182,23 @@ class GradientReducer:
     def clear(self, optimizers: Sequence[int]) -> None:
         """Drop the gradients of some optimizers (zero_grad)."""
         self.end_backward()
-        self.generation += 1
         blocks = [block for block in self._order if block.optimizer in optimizers]
         for block in blocks:
             for member in block.parameters:
-                self._present[member.index] = False
-                self._drop_local(member.index)
-                member.parameter.grad = None
+                self.local.forget(member.index, clear=True)
         self._shards.clear(blocks)
-        self._exact = self._exact and any(self._present)
         self.spent.difference_update(optimizers)
-        self._forget_before = self._issued
+        self._note_clear()
 
     def zero(self, index: int) -> None:
         """Make a present gradient zero (zero_grad(set_to_none=False))."""
-        place = self._places[index]
         self.end_backward()
-        self.generation += 1
-        self._drop_local(index)
-        if not self._shards.is_empty(place.block):
-            self._shards.zero_member(place.block, place.position)
-        self.spent.discard(place.block.optimizer)
+        block, position = self._places[index]
+        self.local.drop(index)
+        if not self._shards.is_empty(block):
+            self._shards.zero_member(block, position)
+        self.local.touch()
+        self.spent.discard(block.optimizer)
 
     def abort(self) -> None:
         """Drop every gradient after an exception; the round in progress is completed so that ranks stay in step."""
@@ -268,13 +218,6 @@ class GradientReducer:
                 fill.lease.release()
                 fill.lease = None
 
-    def close(self) -> None:
-        """Give the buffers back; the lanes belong to the backend."""
-        for pool in (self._fill_pool, self._output_pool):
-            if pool is not None:
-                pool.close()
-        self._fill_pool = self._output_pool = None
-
     # Inside a round ----------------------------------------------------------------------------------------------
 
     def _open_round(self) -> None:
@@ -290,40 +233,31 @@ class GradientReducer:
             for block in self._order
         }
 
-    def _place(self, index: int, grad: Tensor) -> None:
-        place = self._places[index]
-        fill = self._fills.get(place.block.index)
-        if fill is None or self._is_launched(place.block) or index in fill.arrived:
-            if fill is not None and index in fill.packed and fill.lease is not None:
-                add_into(place.block, place.position, grad, self._buffer(place.block, fill.lease))
-                self._track(-grad.numel() * grad.element_size())
-                return
-            self._add_local(index, grad)
+    def _place(self, block: Block, position: int, grad: Tensor) -> None:
+        index = block.parameters[position].index
+        fill = self._fills.get(block.index)
+        if fill is not None and index in fill.packed and fill.lease is not None:
+            add_into(block, position, grad, self._bucket(block, fill.lease))
+            self.local.track(-grad.numel() * grad.element_size())
+            return
+        self.local.hold(index, grad)
+        if fill is None or self._rank_in_order[block.index] < self._next or index in fill.arrived:
             return
         fill.arrived.add(index)
         if len(fill.arrived) == fill.expected:
-            self._completed.append(place.block.index)
-        if self._local[index] is not None:
-            self._add_local(index, grad)
-        else:
-            self._local[index] = grad
-        if self._group.size > 1 and self._rank_in_order[place.block.index] <= self._next + 1:
-            self._pack(place, fill)
+            self._completed.append(block.index)
+        # Two buckets: the next to go and the one after it. A later block must wait outside, or the next could starve.
+        if self._group.size > 1 and self._rank_in_order[block.index] <= self._next + 1:
+            self._pack(block, position, fill)
 
-    def _is_launched(self, block: Block) -> bool:
-        return self._rank_in_order[block.index] < self._next
-
-    def _pack(self, place: _Place, fill: _Fill) -> None:
-        """Move a held gradient into the block's bucket buffer and let go of it."""
-        index = place.block.parameters[place.position].index
-        grad = self._local[index]
-        if fill.lease is None and self._fill_pool is not None:
-            fill.lease = self._fill_pool.acquire(f"gradients of {place.block.name}")
+    def _pack(self, block: Block, position: int, fill: _Fill) -> None:
+        """Move a held gradient (zeros, if there is none) into the block's bucket and let go of it."""
+        index = block.parameters[position].index
         if fill.lease is None:
-            return
-        pack(place.block, place.position, grad, self._buffer(place.block, fill.lease))
+            fill.lease = self._buckets.acquire_gathered(f"gradients of {block.name}")
+        pack(block, position, self.local.held(index), self._bucket(block, fill.lease))
         fill.packed.add(index)
-        self._drop_local(index)
+        self.local.drop(index)
 
     def _launch_ready(self) -> None:
         while self._next < len(self._order):
@@ -344,197 +278,118 @@ class GradientReducer:
 
     def _launch_copy(self, block: Block) -> None:
         """One rank: nothing to reduce, the gradients go straight to their tier."""
-        if self._in_flight:
-            self._in_flight.popleft().wait()
+        if self._last_copy is not None:
+            # Gradients of two blocks are alive at once: the one that is copied and the one that is filled.
+            self._last_copy.wait()
         arrival = self._shards.arrive(block, exact=self._exact)
-        sources: list[Tensor] = []
-        destinations: list[Tensor] = []
+        pairs: list[tuple[Tensor, Tensor]] = []
         # A chunk of its own has zero padding from the start; a staging slab holds what it held before.
         absent = [] if arrival.lease is None else block.padding_views(arrival.chunk)
         for position, member in enumerate(block.parameters):
             view = block.own_view(arrival.chunk, position)
-            grad = self._local[member.index]
+            grad = self.local.held(member.index)
             if grad is None:
                 absent.append(view)
             elif grad.numel():
-                sources.append(grad.reshape(-1))
-                destinations.append(view)
-            self._drop_local(member.index)
+                pairs.append((view, grad.reshape(-1)))
+            self.local.drop(member.index)
         after = (*arrival.after, self._backend.mark(f"gradients of {block.name}"))
         if absent:
-            after = (*after, self._offload.submit(Zero(destinations=tuple(absent)), after=after))
+            label = f"no gradients of {block.name}"
+            zeroed = self._offload.submit(
+                Zero(destinations=tuple(absent), label=label), after=after
+            )
+            after = (*after, zeroed)
         written = self._offload.submit(
             Copy(
-                destinations=tuple(destinations),
-                sources=tuple(sources),
+                destinations=tuple(pair[0] for pair in pairs),
+                sources=tuple(pair[1] for pair in pairs),
                 direction="device_to_host" if self._shards.tier == "host" else None,
+                label=f"offload {block.name}",
             ),
             after=after,
         )
-        self._in_flight.append(written)
+        self._last_copy = written
         self._shards.commit(block, arrival, written, last=not self.deferred)
 
     def _launch_collective(self, block: Block, fill: _Fill) -> None:
         for position, member in enumerate(block.parameters):
             if member.index not in fill.packed:
-                self._pack(_Place(block=block, position=position), fill)
-        if fill.lease is None:
-            return
-        buffer = self._buffer(block, fill.lease)
-        buffer[:, block.layout.end :].zero_()
-        arrival = self._shards.arrive(block, exact=self._exact)
+                self._pack(block, position, fill)
+        lease = fill.lease or self._buckets.acquire_gathered(f"gradients of {block.name}")
+        bucket = self._bucket(block, lease)
+        bucket[:, block.layout.end :].zero_()
         ready = self._backend.mark(f"gradients of {block.name}")
-        kind = "reduce_scatter" if self._sharded_states else "all_reduce"
+        arrival = self._shards.arrive(block, exact=self._exact)
         stays = self._shards.tier == "device"
-        staging = (
-            None
-            if stays or self._output_pool is None
-            else self._output_pool.acquire(f"reduced {block.name}")
-        )
+        staging = None if stays else self._buckets.acquire_chunk(f"reduced {block.name}")
         output = (
             arrival.chunk if staging is None else staging.tensor(arrival.chunk.dtype, block.chunk)
         )
-        reduced = self._collectives.submit(
+        written = self._collectives.submit(
             Collective(
-                kind=kind,
+                kind="reduce_scatter" if self._sharded_states else "all_reduce",
                 group=self._group,
                 output=output,
-                input=buffer,
+                input=bucket,
                 tag=block.index,
-                label=block.name,
+                label=f"reduce {block.name}",
             ),
             after=(ready, *(arrival.after if stays else ())),
         )
-        fill.lease.release(after=reduced)
+        lease.release(after=written)
         fill.lease = None
-        written = reduced
         if staging is not None:
             written = self._offload.submit(
-                Copy(destinations=(arrival.chunk,), sources=(output,), direction="device_to_host"),
-                after=(reduced, *arrival.after),
+                Copy(
+                    destinations=(arrival.chunk,),
+                    sources=(output,),
+                    direction="device_to_host",
+                    label=f"offload {block.name}",
+                ),
+                after=(written, *arrival.after),
             )
             staging.release(after=written)
         self._shards.commit(block, arrival, written, last=not self.deferred)
 
-    def _buffer(self, block: Block, lease: Lease) -> Tensor:
+    def _bucket(self, block: Block, lease: Lease) -> Tensor:
         shards = block.layout.shards
-        return lease.tensor(self._wire, shards * block.chunk).view(shards, block.chunk)
+        flat = lease.tensor(self._buckets.wire, shards * block.chunk)
+        return flat.view(shards, block.chunk)
 
-    # Local gradients ---------------------------------------------------------------------------------------------
-
-    def _add_local(self, index: int, grad: Tensor) -> None:
-        """Add to a held gradient, in fp32."""
-        held = self._local[index]
-        self._local[index] = grad if held is None else held.float().add_(grad)
-        if held is not None:
-            merged = self._local[index]
-            after = 0 if merged is None else merged.numel() * merged.element_size()
-            self._track(
-                after - held.numel() * held.element_size() - grad.numel() * grad.element_size()
-            )
-
-    def _drop_local(self, index: int) -> None:
-        held = self._local[index]
-        if held is not None:
-            self._track(-held.numel() * held.element_size())
-        self._local[index] = None
-
-    def _track(self, nbytes: int) -> None:
-        self._live += nbytes
-        self.peak_live_bytes = max(self.peak_live_bytes, self._live)
-
-    def _adopt_foreign(self) -> None:
-        """Take gradients that user code put into `Parameter.grad` itself."""
-        for member in self._parameters:
-            grad = member.parameter.grad
-            if grad is not None and not isinstance(grad, GradientSentinel):
-                self._present[member.index] = True
-                self.generation += 1
-                self._track(grad.numel() * grad.element_size())
-                self._add_local(member.index, grad.detach())
-                member.parameter.grad = self._stand_in(member.index)
+    # Clearing ----------------------------------------------------------------------------------------------------
 
     def _sync_clears(self, arriving: int = -1) -> None:
         """Forget gradients whose `Parameter.grad` user code set to None (`model.zero_grad()`)."""
-        cleared = {
-            member.index
-            for member in self._parameters
-            if self._present[member.index]
-            and member.parameter.grad is None
-            and member.index != arriving
-        } | self._cleared
-        self._cleared = set()
+        cleared = self.local.take_cleared(arriving)
         if not cleared:
             return
-        self.generation += 1
+        for index in cleared:
+            self.local.forget(index, clear=False)
         for block in self._order:
             gone = [i for i, member in enumerate(block.parameters) if member.index in cleared]
             if not gone:
                 continue
-            for position in gone:
-                index = block.parameters[position].index
-                self._present[index] = False
-                self._drop_local(index)
-            if any(self._present[member.index] for member in block.parameters):
-                if not self._shards.is_empty(block):
-                    for position in gone:
-                        self._shards.zero_member(block, position)
-            else:
+            if not self.local.any_present(member.index for member in block.parameters):
                 self._shards.clear([block])
-        self._exact = self._exact and any(self._present)
+            elif not self._shards.is_empty(block):
+                for position in gone:
+                    self._shards.zero_member(block, position)
         for optimizer in {block.optimizer for block in self._order}:
-            members = [
-                m.index
+            if not self.local.any_present(
+                member.index
                 for block in self._order
                 if block.optimizer == optimizer
-                for m in block.parameters
-            ]
-            if not any(self._present[index] for index in members):
+                for member in block.parameters
+            ):
                 self.spent.discard(optimizer)
-        self._forget_before = self._issued
+        self._note_clear()
 
-    def _stand_in(self, index: int) -> GradientSentinel:
-        member = self._parameters[index]
-        return GradientSentinel.stand_in(member.parameter, member.name, lambda: self.zero(index))
+    def _note_clear(self) -> None:
+        self.local.touch()
+        self._exact = self._exact and self.local.any_present()
+        self._forget_before = self._issued
 
     def _set_order(self, order: list[Block]) -> None:
         self._order = order
         self._rank_in_order = {block.index: position for position, block in enumerate(order)}
-
-    def _grow(self, count: int) -> None:
-        while len(self._local) < count:
-            self._local.append(None)
-            self._present.append(False)
-            self._parameters.append(None)  # type: ignore[arg-type]
-            self._places.append(None)  # type: ignore[arg-type]
-
-    def _make_pools(self) -> None:
-        if self._group.size == 1 or not self._order:
-            return
-        fill = max(
-            block.layout.shards * block.chunk * max(self._wire.itemsize, block.dtype.itemsize)
-            for block in self._order
-        )
-        chunk = max(block.chunk for block in self._order) * torch.float32.itemsize
-        if self._fill_pool is None or self._fill_pool.slab_bytes < fill:
-            if self._fill_pool is not None:
-                self._fill_pool.close()
-            self._fill_pool = SlabPool(
-                name="gradient buckets",
-                backend=self._backend,
-                slab_bytes=fill,
-                slabs=2,
-                memory="device",
-                setting="bucket_bytes",
-            )
-        if self._output_pool is None or self._output_pool.slab_bytes < chunk:
-            if self._output_pool is not None:
-                self._output_pool.close()
-            self._output_pool = SlabPool(
-                name="reduced chunks",
-                backend=self._backend,
-                slab_bytes=chunk,
-                slabs=2,
-                memory="device",
-                setting="bucket_bytes",
-            )

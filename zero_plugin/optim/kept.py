@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from zero_plugin.errors import EngineStateError
 from zero_plugin.optim.states import OptimizerStates
 from zero_plugin.sharding.group import ProcessGroup
-from zero_plugin.sharding.partition import Block, unpack_pairs
+from zero_plugin.sharding.partition import Block, rebuild
 from zero_plugin.trace import Ledger
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 
 class KeptStates:
@@ -81,16 +83,8 @@ class KeptStates:
 
 
 def _gather(group: ProcessGroup, block: Block, chunk: Tensor) -> list[Tensor]:
-    shards = block.layout.shards
-    gathered = torch.empty(shards, block.chunk, dtype=chunk.dtype)
-    if shards == 1:
-        gathered[0].copy_(chunk)
-    else:
+    gathered = chunk.view(1, -1)
+    if block.layout.shards > 1:
+        gathered = torch.empty(block.layout.shards, block.chunk, dtype=chunk.dtype)
         group.all_gather(gathered, chunk.cpu(), tag=block.index, label=f"states of {block.name}")
-    fulls: list[Tensor] = []
-    for position, member in enumerate(block.parameters):
-        full = torch.empty(member.numel, dtype=chunk.dtype)
-        for target, part in unpack_pairs(block, gathered, position, full):
-            target.copy_(part)
-        fulls.append(full.view(member.parameter.shape))
-    return fulls
+    return rebuild(block, gathered)

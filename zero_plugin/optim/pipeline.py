@@ -6,38 +6,25 @@ ATC'21, Algorithm 2, line 15), through two staging slabs of one block each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero_plugin.config import Tier
-from zero_plugin.errors import EngineStateError
+from zero_plugin.grads.buckets import Buckets
 from zero_plugin.grads.norm import Clip
 from zero_plugin.grads.offload import GradientShards
 from zero_plugin.optim.blocks import BlockStates, BlockUpdate
 from zero_plugin.optim.plan import BlockPlan, StepPlan
 from zero_plugin.optim.rule import Rule
-from zero_plugin.runtime.backend import Backend, Ticket
+from zero_plugin.runtime.backend import Backend, Memory
 from zero_plugin.runtime.buffers import Lease, SlabPool
 from zero_plugin.runtime.operations import Collective, Copy, Update
+from zero_plugin.runtime.ticket import Ticket
 from zero_plugin.sharding.group import ProcessGroup
-from zero_plugin.sharding.partition import Block, unpack_pairs
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Buckets:
-    """Device buffers that the gradient reduction and the all-gather of weights take turns in.
-
-    Attributes:
-        gathered: slabs of [shards, chunk].
-        chunk: slabs of [chunk].
-    """
-
-    gathered: Callable[[], SlabPool | None]
-    chunk: Callable[[], SlabPool | None]
+from zero_plugin.sharding.partition import Block, rebuild, unpack_pairs
 
 
 class StepPipeline:
@@ -80,7 +67,7 @@ class StepPipeline:
     def add_blocks(self, states: Mapping[int, BlockStates]) -> None:
         """Reserve staging for the largest block."""
         blocks = [item.block for item in states.values()]
-        memory = "device" if self._tier == "device" else "host"
+        memory: Memory = "device" if self._tier == "device" else "host"
         low = [
             block.chunk * block.dtype.itemsize for block in blocks if block.dtype != torch.float32
         ]
@@ -113,26 +100,16 @@ class StepPipeline:
 
         Args:
             block: the block.
-            chunk: this rank's fp32 chunk, in the optimizer's tier.
+            chunk: this rank's chunk, fp32 or lower, on any device.
         """
+        shards = block.layout.shards
         if not self._gathers:
-            return [
-                block.own_view(chunk, position).to("cpu", copy=True).view(member.parameter.shape)
-                for position, member in enumerate(block.parameters)
-            ]
-        source, lease_in = self._to_device(block, chunk)
-        gathered, lease_out, ticket = self._all_gather(block, source, (), "states")
-        ticket.wait()
-        fulls: list[Tensor] = []
-        for position, member in enumerate(block.parameters):
-            full = torch.empty(member.numel, dtype=chunk.dtype)
-            for target, part in unpack_pairs(block, gathered, position, full):
-                target.copy_(part)
-            fulls.append(full.view(member.parameter.shape))
-        lease_out.release()
-        if lease_in is not None:
-            lease_in.release()
-        return fulls
+            return rebuild(block, chunk.view(1, -1))
+        gathered = torch.empty(shards, block.chunk, dtype=chunk.dtype, device=block.device)
+        self._collectives.submit(
+            self._all_gather(block, chunk.to(block.device), gathered, "states")
+        ).wait()
+        return rebuild(block, gathered)
 
     def close(self) -> None:
         """Give the staging back."""
@@ -149,7 +126,6 @@ class StepPipeline:
         block = plan.block
         gradient, after, input_lease = self._gradient(block)
         output, output_lease = self._output(states)
-        direct = states.tier == "device" and not self._gathers and block.dtype != torch.float32
         updated = self._updates.submit(
             Update(
                 updater=BlockUpdate(
@@ -157,7 +133,7 @@ class StepPipeline:
                     positions=plan.positions,
                     gradient=gradient,
                     output=output,
-                    direct=direct,
+                    direct=self._writes_weights(states),
                     rule=rule,
                     hyper=hyper,
                     rows=plan.rows,
@@ -175,19 +151,23 @@ class StepPipeline:
             return self._publish_gathered(plan, states, output, output_lease, updated)
         return self._publish_own(plan, states, output, output_lease, updated)
 
+    def _writes_weights(self, states: BlockStates) -> bool:
+        """Whether the update writes the low-precision compute weights itself: same tier, one shard."""
+        low = states.block.dtype != torch.float32
+        return states.tier == "device" and not self._gathers and low
+
     def _gradient(self, block: Block) -> tuple[Tensor, tuple[Ticket[Any], ...], Lease | None]:
         chunk, after = self._gradients.chunk(block)
         if self._inputs is None:
             return chunk, after, None
         lease = self._inputs.acquire(f"gradient of {block.name}")
         here = lease.tensor(chunk.dtype, block.chunk)
-        direction = "device_to_host" if self._tier == "host" else "host_to_device"
         fetched = self._fetch.submit(
             Copy(
                 destinations=(here,),
                 sources=(chunk,),
-                direction=direction,
-                label=f"fetch {block.name}",
+                direction="device_to_host" if self._tier == "host" else "host_to_device",
+                label=f"fetch gradient of {block.name}",
             ),
             after=after,
         )
@@ -196,19 +176,13 @@ class StepPipeline:
     def _output(self, states: BlockStates) -> tuple[Tensor | None, Lease | None]:
         """A low-precision chunk to write, where the master itself is not what is published."""
         block = states.block
-        if block.dtype == torch.float32:
+        if block.dtype == torch.float32 or self._writes_weights(states):
             return None, None
-        if states.tier == "host":
-            pool = self._outputs
-        elif self._gathers:
-            pool = self._buckets.chunk()
+        holder = f"weights of {block.name}"
+        if self._outputs is not None:
+            lease = self._outputs.acquire(holder)
         else:
-            return None, None
-        if pool is None:
-            raise EngineStateError(
-                "the engine is closed: its staging buffers are gone; build a new engine"
-            )
-        lease = pool.acquire(f"weights of {block.name}")
+            lease = self._buckets.acquire_chunk(holder)
         return lease.tensor(block.dtype, block.chunk), lease
 
     def _publish_own(
@@ -222,18 +196,14 @@ class StepPipeline:
         """One shard: the updated chunk holds whole parameters."""
         block = plan.block
         source = output if output is not None else states.master
-        if states.tier == "device" and (
-            output is None and (states.master is None or block.dtype != torch.float32)
-        ):
-            return updated
-        if source is None:
+        if source is None or self._writes_weights(states):
             return updated
         pairs = [
             (block.parameters[position].alias, block.own_view(source, position))
             for position in plan.positions
             if block.parameters[position].numel
         ]
-        ticket = self._upload.submit(
+        uploaded = self._upload.submit(
             Copy(
                 destinations=tuple(pair[0] for pair in pairs),
                 sources=tuple(pair[1] for pair in pairs),
@@ -243,8 +213,8 @@ class StepPipeline:
             after=(updated,),
         )
         if lease is not None:
-            lease.release(after=ticket)
-        return ticket
+            lease.release(after=uploaded)
+        return uploaded
 
     def _publish_gathered(
         self,
@@ -256,26 +226,21 @@ class StepPipeline:
     ) -> Ticket[Any]:
         """Several shards: upload the own chunk, gather all, and rebuild the parameters."""
         block = plan.block
-        after: tuple[Ticket[Any], ...] = (updated,)
-        if states.tier == "device" and output is not None:
-            source, source_lease = output, lease
+        if states.tier == "device" and output is not None and lease is not None:
+            shard, shard_lease, ready = output, lease, updated
         else:
-            pool = self._buckets.chunk()
-            if pool is None:
-                raise EngineStateError(
-                    "the engine is closed: its buckets are gone; build a new engine"
-                )
-            source_lease = pool.acquire(f"weights of {block.name}")
-            source = source_lease.tensor(block.dtype, block.chunk)
-            uploaded = self._upload.submit(
-                self._upload_copy(block, states, output, source), after=after
-            )
+            shard_lease = self._buckets.acquire_chunk(f"weights of {block.name}")
+            shard = shard_lease.tensor(block.dtype, block.chunk)
+            ready = self._upload.submit(self._upload_copy(states, output, shard), after=(updated,))
             if lease is not None:
-                lease.release(after=uploaded)
-            after = (uploaded,)
-        gathered, gathered_lease, ticket = self._all_gather(block, source, after, "weights")
-        if source_lease is not None:
-            source_lease.release(after=ticket)
+                lease.release(after=ready)
+        gathered_lease = self._buckets.acquire_gathered(f"weights of {block.name}")
+        shards = block.layout.shards
+        gathered = gathered_lease.tensor(block.dtype, shards * block.chunk).view(shards, -1)
+        arrived = self._collectives.submit(
+            self._all_gather(block, shard, gathered, "weights"), after=(ready,)
+        )
+        shard_lease.release(after=arrived)
         pairs = [
             pair
             for position in plan.positions
@@ -287,14 +252,13 @@ class StepPipeline:
                 sources=tuple(pair[1] for pair in pairs),
                 label=f"publish {block.name}",
             ),
-            after=(ticket,),
+            after=(arrived,),
         )
         gathered_lease.release(after=published)
         return published
 
-    def _upload_copy(
-        self, block: Block, states: BlockStates, output: Tensor | None, target: Tensor
-    ) -> Copy:
+    def _upload_copy(self, states: BlockStates, output: Tensor | None, target: Tensor) -> Copy:
+        block = states.block
         direction = "host_to_device" if states.tier == "host" else None
         label = f"upload {block.name}"
         source = output if output is not None else states.master
@@ -308,40 +272,17 @@ class StepPipeline:
             label=label,
         )
 
-    def _all_gather(
-        self, block: Block, source: Tensor, after: tuple[Ticket[Any], ...], what: str
-    ) -> tuple[Tensor, Lease, Ticket[Any]]:
-        pool = self._buckets.gathered()
-        if pool is None:
-            raise EngineStateError("the engine is closed: its buckets are gone; build a new engine")
-        lease = pool.acquire(f"{what} of {block.name}")
-        shards = block.layout.shards
-        gathered = lease.tensor(source.dtype, shards * block.chunk).view(shards, block.chunk)
-        ticket = self._collectives.submit(
-            Collective(
-                kind="all_gather",
-                group=self._group,
-                output=gathered,
-                input=source,
-                tag=block.index,
-                label=f"{what} of {block.name}",
-            ),
-            after=after,
+    def _all_gather(self, block: Block, shard: Tensor, gathered: Tensor, what: str) -> Collective:
+        return Collective(
+            kind="all_gather",
+            group=self._group,
+            output=gathered,
+            input=shard,
+            tag=block.index,
+            label=f"gather {what} of {block.name}",
         )
-        return gathered, lease, ticket
 
-    def _to_device(self, block: Block, chunk: Tensor) -> tuple[Tensor, Lease | None]:
-        if chunk.device == block.device:
-            return chunk, None
-        pool = self._buckets.chunk()
-        if pool is None:
-            raise EngineStateError("the engine is closed: its buckets are gone; build a new engine")
-        lease = pool.acquire(f"states of {block.name}")
-        here = lease.tensor(chunk.dtype, block.chunk)
-        here.copy_(chunk)
-        return here, lease
-
-    def _reserve(self, pool: SlabPool | None, name: str, nbytes: int, memory: Any) -> SlabPool:
+    def _reserve(self, pool: SlabPool | None, name: str, nbytes: int, memory: Memory) -> SlabPool:
         if pool is not None and pool.slab_bytes >= nbytes:
             return pool
         if pool is not None:

@@ -329,3 +329,19 @@ def unpack_pairs(
         for rank, part in enumerate(layout.slices[position])
         if part.numel
     ]
+
+
+def rebuild(block: Block, gathered: Tensor) -> list[Tensor]:
+    """Full CPU tensors of every member, in their own shapes.
+
+    Args:
+        block: the block.
+        gathered: [shards, chunk], every rank's chunk.
+    """
+    fulls: list[Tensor] = []
+    for position, member in enumerate(block.parameters):
+        full = torch.empty(member.numel, dtype=gathered.dtype)
+        for target, part in unpack_pairs(block, gathered, position, full):
+            target.copy_(part)
+        fulls.append(full.view(member.parameter.shape))
+    return fulls

@@ -1,0 +1,104 @@
+"""What one engine opens and must close: processes' groups, compiled kernels, lanes, counters and the event log."""
+
+from __future__ import annotations
+
+import os
+import socket
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from typing_extensions import Self
+
+from zero_plugin.config import ZeroConfig
+from zero_plugin.kernels import Kernels
+from zero_plugin.runtime.backend import Backend
+from zero_plugin.runtime.select import create_backend
+from zero_plugin.sharding.group import ProcessGroup
+from zero_plugin.trace import Ledger, Trace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resources:
+    """One engine's resources; `close` frees all of them.
+
+    Attributes:
+        group: the ranks.
+        kernels: compiled kernels with their own threads.
+        backend: lanes and memory.
+        ledger: byte counters.
+        trace: the event log, or None.
+        trace_path: where the log is written at the end, or None.
+    """
+
+    group: ProcessGroup
+    kernels: Kernels
+    backend: Backend
+    ledger: Ledger
+    trace: Trace | None
+    trace_path: Path | None
+
+    @classmethod
+    def open(cls, config: ZeroConfig, device: torch.device) -> Self:
+        """Open everything; all ranks call it.
+
+        Args:
+            config: threads, instruction set, backend, timeout and trace.
+            device: where the model computes.
+        """
+        ledger = Ledger()
+        trace = None if config.trace is None else Trace()
+        group = ProcessGroup.create(
+            device=device, ledger=ledger, timeout_seconds=config.timeout_seconds
+        )
+        try:
+            threads = config.threads or _threads_of_a_rank(group)
+            kernels = Kernels(threads=threads, isa=config.instruction_set)
+            group.use_kernels(kernels)
+            backend = create_backend(
+                config.backend if config.overlap else "inline",
+                device=device,
+                kernels=kernels,
+                trace=trace,
+                ledger=ledger,
+                seed=config.backend_seed,
+            )
+        except BaseException:
+            group.close()
+            raise
+        return cls(
+            group=group,
+            kernels=kernels,
+            backend=backend,
+            ledger=ledger,
+            trace=trace,
+            trace_path=_trace_path(config, group),
+        )
+
+    def close(self) -> None:
+        """Stop threads, leave the groups, and write the log; idempotent."""
+        # The group first: a lane may be waiting for a rank that will not come.
+        self.group.close()
+        self.backend.close()
+        self.kernels.close()
+        if self.trace is not None and self.trace_path is not None:
+            self.trace.write_chrome(self.trace_path)
+
+
+def _threads_of_a_rank(group: ProcessGroup) -> int:
+    """The cores this process may use, divided among the ranks of the same host."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    here = zlib.crc32(socket.gethostname().encode())
+    hosts = group.exchange(torch.tensor([here], dtype=torch.int64), label="host names")
+    return max(1, cores // sum(int(row[0]) == here for row in hosts))
+
+
+def _trace_path(config: ZeroConfig, group: ProcessGroup) -> Path | None:
+    if config.trace is None:
+        return None
+    path = Path(config.trace)
+    return path if group.size == 1 else path.with_name(f"{path.stem}.rank{group.rank}{path.suffix}")
