@@ -52,6 +52,21 @@ void add_limbs(NormState& total, const NormState& part) {
   total.nonfinite += part.nonfinite;
 }
 
+constexpr std::size_t kPrefetchAhead = 2048;  // elements past the segment in hand
+
+// The first lines of a segment that is about to be worked on: at a new place the hardware
+// prefetchers have nothing to follow yet.
+void prefetch_segment(const std::int64_t* segment) {
+  constexpr std::int64_t kLine = 64;
+  constexpr std::int64_t kLines = 6;
+  const std::int64_t bytes = segment[kNumel] * 2;
+  for (const int column : {kMaster, kState0, kState1, kGradient}) {
+    for (std::int64_t line = 0; line < kLines && line * kLine < bytes; ++line) {
+      __builtin_prefetch(pointer<const char>(segment[column]) + line * kLine);
+    }
+  }
+}
+
 [[noreturn]] void refuse(std::size_t row, const std::string& what) {
   throw std::invalid_argument("segment " + std::to_string(row) + ": " + what);
 }
@@ -147,6 +162,7 @@ void Kernels::each_piece(const std::int64_t* segments, std::size_t num_segments,
     auto row =
         static_cast<std::size_t>(std::upper_bound(ends.begin(), ends.end(), start) - ends.begin());
     std::size_t at = start;
+    std::size_t ahead = row + 1;
     while (at < stop) {
       const std::int64_t* segment = segments + row * kNumSegmentColumns;
       const auto numel = static_cast<std::size_t>(segment[kNumel]);
@@ -154,6 +170,11 @@ void Kernels::each_piece(const std::int64_t* segments, std::size_t num_segments,
       const std::size_t offset = at - begin;
       const std::size_t part = std::min(ends[row], stop) - at;
       if (part != 0) {
+        // Several small segments, or the next large one.
+        const std::size_t horizon = std::min(stop, ends[row] + kPrefetchAhead);
+        for (; ahead < num_segments && ends[ahead - 1] < horizon; ++ahead) {
+          prefetch_segment(segments + ahead * kNumSegmentColumns);
+        }
         body(Piece{
             .master = shifted(pointer<float>(segment[kMaster]), offset),
             .state0 = shifted(pointer<float>(segment[kState0]), offset),
