@@ -205,9 +205,9 @@ def wanted_stamp(recipe: Recipe, root: Path = REPOSITORY) -> Stamp:
     """The stamp the environment would have if it were made now from the files under `root`."""
     dependencies = digest(
         root,
-        ("pyproject.toml", "constraints.txt", "examples/data-packages.txt"),
+        ("constraints.txt", "examples/data-packages.txt"),
         sys.version,
-        ",".join(recipe.extras),
+        *requirements(root, recipe.extras),
         recipe.torch_index or "",
     )
     # Python files of an editable install are read where they are: only what is compiled or copied can be out of date.

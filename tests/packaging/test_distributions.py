@@ -110,9 +110,15 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     )
 
 
+def test_native_module_has_the_abi_of_the_wheels_tag(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    is_abi3 = any(name.endswith("_native.abi3.so") for name in names)
+    assert is_abi3 is ("-abi3-" in wheel.name)
+
+
 def test_native_module_does_not_link_torch(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
-    name = next(name for name in archive.namelist() if name.startswith("zero_plugin/_native.c"))
+    name = next(name for name in archive.namelist() if "/_native." in name and name.endswith(".so"))
     content = archive.read(name)
     assert [
         word for word in (b"libtorch", b"libc10", b"at::Tensor", b"_ZN2at") if word in content

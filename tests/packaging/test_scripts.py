@@ -17,6 +17,17 @@ import pytest
 from support.sources import REPOSITORY
 
 SCRIPTS = REPOSITORY / "scripts"
+PROJECT = """\
+[project]
+dependencies = ["torch>=2"]
+[project.optional-dependencies]
+dev = [
+  "ruff==1",  # a comment
+]
+other = ["other"]
+[tool.ruff]
+line-length = 100
+"""
 ENTRIES = ("run_example.py", "run_tests.py")
 
 
@@ -43,6 +54,7 @@ def checkout(tmp_path: Path) -> Path:
         path = tmp_path / "repository" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(name)
+    (tmp_path / "repository" / "pyproject.toml").write_text(PROJECT)
     return tmp_path / "repository"
 
 
@@ -177,7 +189,6 @@ def test_stamp_is_the_same_for_the_same_files(environment: ModuleType, checkout:
 @pytest.mark.parametrize(
     ("file", "editable", "dependencies", "package"),
     [
-        ("pyproject.toml", True, True, True),
         ("constraints.txt", True, True, False),
         ("examples/data-packages.txt", True, True, False),
         ("native_ext/src/a.cpp", True, False, True),
@@ -200,6 +211,26 @@ def test_stamp_changes_with_what_it_stands_for(
     after = environment.wanted_stamp(one, checkout)
     assert (before.dependencies != after.dependencies) is dependencies
     assert (before.package != after.package) is package
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "dependencies"),
+    [
+        ("ruff==1", "ruff==2", True),
+        ("torch>=2", "torch>=3", True),
+        ('["other"]', '["another"]', False),  # an extra that this environment does not have
+        ("line-length = 100", "line-length = 99", False),
+    ],
+)
+def test_only_requirements_make_an_environment_anew(
+    environment: ModuleType, checkout: Path, old: str, new: str, dependencies: bool
+) -> None:
+    one = recipe(environment, checkout / "venv")
+    before = environment.wanted_stamp(one, checkout)
+    (checkout / "pyproject.toml").write_text(PROJECT.replace(old, new))
+    after = environment.wanted_stamp(one, checkout)
+    assert (before.dependencies != after.dependencies) is dependencies
+    assert before.package != after.package
 
 
 def test_an_environment_that_is_up_to_date_is_reused(
