@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -87,3 +89,47 @@ def test_create_backend_refuses(
         create_backend(
             name, device=device, kernels=TorchKernels(), trace=None, ledger=Ledger(), **options
         )
+
+
+NO_POOL = """
+import os, sys, torch
+from zero_plugin.kernels import Kernels
+from zero_plugin.runtime import Accumulate, Copy, NormPartials, SumRanks, Zero, create_backend
+from zero_plugin.trace import Ledger
+
+def tasks():
+    return len(os.listdir("/proc/self/task"))
+
+torch.set_num_threads(4)
+size = 1 << 20
+a, b, half = torch.empty(size), torch.empty(size), torch.empty(size, dtype=torch.bfloat16)
+number, other = torch.empty(size, dtype=torch.int64), torch.empty(size, dtype=torch.int64)
+kernels = Kernels(threads=1)
+backend = create_backend(
+    "chaos", device=torch.device("cpu"), kernels=kernels, trace=None, ledger=Ledger()
+)
+lane = backend.lane("lane", "host")
+before = tasks()
+lane.submit(Zero(destinations=(a, number)))
+lane.submit(Copy(destinations=(b, half, other), sources=(a, a, number)))
+lane.submit(Accumulate(destination=a, source=half))
+lane.submit(SumRanks(destination=half, parts=(a, b), divisor=2))
+lane.submit(NormPartials(sources=(half,)))
+lane.drain()
+print("lanes", tasks() - before)
+a.add_(b)
+print("torch", tasks() - before)
+backend.close()
+kernels.close()
+"""
+
+
+def test_operations_start_no_torch_threads() -> None:
+    """A lane's thread that entered torch's intra-op pool would get a team of OpenMP threads."""
+    answer = subprocess.run(
+        [sys.executable, "-c", NO_POOL], capture_output=True, text=True, timeout=100, check=True
+    )
+    counts = dict(line.split() for line in answer.stdout.splitlines())
+    # The second number shows that the first one could have been another.
+    assert counts["lanes"] == "0"
+    assert int(counts["torch"]) > 0

@@ -182,13 +182,14 @@ class DeviceTicket(Ticket[T]):
     Waiting passes two gates: until the work was enqueued (`pass_gate`), and until its event passed.
     """
 
-    __slots__ = ("_event", "_operation", "begun")
+    __slots__ = ("_event", "_operation", "begun", "nbytes")
 
     def __init__(self, *, label: str, lane: str, sequence: int, order: ProgramOrder) -> None:
         super().__init__(label=label, lane=lane, sequence=sequence, order=order)
         self._event: Event | None = None
         self._operation: Operation[T] | None = None
         self.begun: Event | None = None
+        self.nbytes = 0
 
     @property
     def event(self) -> Event | None:
@@ -374,6 +375,7 @@ class DeviceLane(Lane):
         if self._clock is not None:
             ticket.begun = self._driver.new_event(timing=True)
             ticket.begun.record(stream)
+            ticket.nbytes = operation.nbytes
         with self._driver.on_stream(stream), profiler_range(self._services, ticket):
             value = operation.run(self._services.kernels)
         event = self._driver.new_event(timing=self._clock is not None)
@@ -400,6 +402,7 @@ class DeviceLane(Lane):
                 self.name,
                 ticket.label,
                 phase,  # pyright: ignore[reportArgumentType]
+                nbytes=ticket.nbytes,
                 sequence=ticket.sequence,
                 at=clock.host_time(event),
             )

@@ -30,7 +30,7 @@ def allocate_host(nbytes: int) -> Tensor:
         A one-dimensional uint8 CPU tensor that owns the memory.
     """
     if nbytes < _MAP_FROM_BYTES or sys.platform != "linux":
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     pages = map_pages(nbytes)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
