@@ -49,7 +49,7 @@ def test_every_export_is_there(name: str) -> None:
 
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'ZeroEngin'"):
-        _ = zero_plugin.ZeroEngin  # pyright: ignore[reportAttributeAccessIssue]
+        _ = zero_plugin.ZeroEngin
 
 
 def test_config_has_exactly_these_fields() -> None:

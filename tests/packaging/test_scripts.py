@@ -10,6 +10,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -34,7 +35,7 @@ ENTRIES = ("run_example.py", "run_tests.py")
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    import environment  # pyright: ignore[reportMissingImports] - found through the path above
+    import environment
 
     return environment
 
@@ -261,10 +262,8 @@ def test_an_unfinished_environment_has_no_stamp(environment: ModuleType, tmp_pat
 
 
 def test_requirements_are_read_as_toml_has_them(environment: ModuleType) -> None:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib  # comes with pytest there
+    # tomli comes with pytest where Python has no tomllib yet
+    tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     text = (REPOSITORY / "pyproject.toml").read_text()
     project = tomllib.loads(text)["project"]
     expected = {"": project["dependencies"], **project["optional-dependencies"]}
