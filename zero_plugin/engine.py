@@ -80,20 +80,13 @@ class ZeroEngine:
         optimizer: Optimizer | Sequence[Optimizer],
         config: ZeroConfig | None = None,
     ) -> None:
+        self.optimizers = _check_arguments(model, optimizer, config)
         self.model = model
         self.config = config or ZeroConfig()
-        self.optimizers: tuple[Optimizer, ...] = (
-            (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-        )
-        if not self.optimizers:
-            raise ConfigError(
-                "the engine was given no optimizer: give one torch optimizer, or a sequence of them"
-            )
         members = collect_parameters(model, self.optimizers)
         self._device = _one_device(model, members)
         self._closed = False
         self._resources = Resources.open(self.config, self._device)
-        self._finalizer = weakref.finalize(self, self._resources.close)
         self._roster = Roster(model, self.optimizers)
         self._scaler = LossScaler(self.config.loss_scale)
         self._nonfinite = NonFinitePolicy(self.config, self._scaler)
@@ -101,6 +94,9 @@ class ZeroEngine:
         self._buffer_hook: ForwardHook | None = None
         self._learned_order = False
         self._assemble()
+        self._finalizer = weakref.finalize(
+            self, _abandon, self._hooks, self._roster.members, self._resources
+        )
         try:
             self._states = [
                 OptimizerStates(item, self._resources.backend, self.config.optimizer)
@@ -120,7 +116,9 @@ class ZeroEngine:
         dtype = DTYPES[config.gradient_dtype] if config.gradient_dtype else None
         self._gradients = GradientShards(backend, config.gradients, dtype)
         self._buckets = Buckets(backend, DTYPES[config.reduce_dtype], group.size)
-        self._reducer = GradientReducer(backend, group, self._gradients, self._buckets, config)
+        self._reducer = GradientReducer(
+            backend, group, self._gradients, self._buckets, config, self._scaler
+        )
         self._agreement = GradientAgreement(
             group,
             self._reducer,
@@ -173,6 +171,7 @@ class ZeroEngine:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale (the loss itself without loss scaling)."""
+        self._scaler.applied = True
         return loss if self._scaler.scale == 1.0 else loss * self._scaler.scale
 
     @contextmanager
@@ -208,8 +207,9 @@ class ZeroEngine:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for item in self.optimizers if optimizer is None else (optimizer,):
-            item.step()
+        self._check_open("step")
+        for number in self._numbers(optimizer):
+            self.optimizers[number].step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
@@ -303,9 +303,11 @@ class ZeroEngine:
                     grad = full.to(block.device, torch.float32).div_(self._scaler.scale)
                     seen = member.index in present
                     member.parameter.grad = grad.to(block.dtype) if seen else None
+        self._reducer.showing = True
         try:
             yield
         finally:
+            self._reducer.showing = False
             for member, stand_in in stand_ins:
                 member.parameter.grad = stand_in
 
@@ -445,15 +447,11 @@ class ZeroEngine:
         if self._closed:
             return
         self._closed = True
-        self._hooks.remove()
         if self._buffer_hook is not None:
             self._buffer_hook.remove()
         for item in self.optimizers:
             if getattr(item, "zero_host", None) is self:
                 facade.release(item)
-        for member in self._roster.members:
-            if isinstance(member.parameter.grad, GradientSentinel):
-                member.parameter.grad = None
         self._reducer.release()
         if self._resources.group.size == 1:
             self._resources.backend.settle()
@@ -463,6 +461,7 @@ class ZeroEngine:
 
     def __enter__(self) -> Self:
         """The engine itself."""
+        self._check_open("with")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -477,9 +476,13 @@ class ZeroEngine:
         number = self._number(optimizer)
         with torch.inference_mode(mode=False), torch.no_grad():
             self._manage(self._roster.newcomers())
+            self._reducer.check_cleared(number)
             summary = self._agreement.summarise(number)
             clip = self._clipper.take(number)
             self._learn_order()
+            self._scaler.applied = False
+            if not summary.present:
+                return
             self._reducer.spent.add(number)
             if self._nonfinite.passes(summary.norm.nonfinite):
                 scaled = Clip(factor=clip.factor / self._scaler.scale, value=clip.value)
@@ -531,9 +534,9 @@ class ZeroEngine:
         self._learned_order = True
         order = self._reducer.completion_order
         if self._resources.group.size > 1:
-            order = self._resources.group.exchange(torch.tensor(order, dtype=torch.int64))[
-                0
-            ].tolist()
+            order = self._resources.group.exchange(
+                torch.tensor(order, dtype=torch.int64, device="cpu")
+            )[0].tolist()
         self._reducer.reorder(order)
 
     def _manage(self, members: list[ManagedParameter]) -> None:
@@ -623,6 +626,41 @@ class ZeroEngine:
     def _check_open(self, action: str) -> None:
         if self._closed:
             raise EngineStateError(f"{action} was called after engine.close(): build a new engine")
+
+
+def _abandon(
+    hooks: GradientHooks, members: Sequence[ManagedParameter], resources: Resources
+) -> None:
+    """Leave the model plain; also when an engine is collected without `close`."""
+    hooks.remove()
+    for member in members:
+        if isinstance(member.parameter.grad, GradientSentinel):
+            member.parameter.grad = None
+    resources.close()
+
+
+def _check_arguments(model: object, optimizer: object, config: object) -> tuple[Optimizer, ...]:
+    """The optimizers as a tuple; refuses arguments of other types."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}: give the torch.nn.Module to train")
+    if config is not None and not isinstance(config, ZeroConfig):
+        raise ConfigError(
+            f"config is a {type(config).__name__}: give a ZeroConfig; ZeroConfig.from_dict reads a mapping"
+        )
+    given: Sequence[object] = optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
+    optimizers: list[Optimizer] = []
+    for item in given:
+        if not isinstance(item, Optimizer):
+            raise ConfigError(
+                f"optimizer is a {type(item).__name__}: give a torch.optim.Optimizer built on the model's parameters, or "
+                "a list of them"
+            )
+        optimizers.append(item)
+    if not optimizers:
+        raise ConfigError(
+            "the engine was given no optimizer: give one torch optimizer, or a list of them"
+        )
+    return tuple(optimizers)
 
 
 def _one_device(model: nn.Module, members: Sequence[ManagedParameter]) -> torch.device:

@@ -99,8 +99,8 @@ class NormPartial:
         words = [
             int.from_bytes(raw[8 * i : 8 * i + 8], "little", signed=True) for i in range(_NUM_LIMBS)
         ]
-        absmax = torch.tensor([self.absmax], dtype=torch.float64).view(torch.int64).item()
-        return torch.tensor([*words, int(absmax), self.nonfinite], dtype=torch.int64)
+        absmax = torch.tensor([self.absmax], dtype=torch.float64, device="cpu").view(torch.int64).item()
+        return torch.tensor([*words, int(absmax), self.nonfinite], dtype=torch.int64, device="cpu")
 
     @classmethod
     def from_tensor(cls, words: Tensor) -> NormPartial:
@@ -116,7 +116,7 @@ class NormPartial:
             )
         values = [int(value) for value in words.tolist()]
         raw = b"".join(value.to_bytes(8, "little", signed=True) for value in values[:_NUM_LIMBS])
-        absmax = torch.tensor([values[_NUM_LIMBS]], dtype=torch.int64).view(torch.float64).item()
+        absmax = torch.tensor([values[_NUM_LIMBS]], dtype=torch.int64, device="cpu").view(torch.float64).item()
         return cls(
             sum_squares=int.from_bytes(raw, "little"),
             absmax=float(absmax),
@@ -129,7 +129,7 @@ def _absmax_of(bits: int) -> float:
         return math.nan
     if bits == _INF_BITS:
         return math.inf
-    return float(torch.tensor([bits], dtype=torch.int32).view(torch.float32).item())
+    return float(torch.tensor([bits], dtype=torch.int32, device="cpu").view(torch.float32).item())
 
 
 def _checked(tensor: Tensor, name: str, dtypes: Sequence[torch.dtype]) -> Tensor:
@@ -304,11 +304,17 @@ class Kernels:
                 f"segments has shape {list(segments.shape)}; it must be [num_segments, {SEGMENT_COLUMNS}]"
             )
         if hyper.dim() != 2 or hyper.shape[1] != HYPER_COLUMNS:
-            raise ValueError(f"hyper has shape {list(hyper.shape)}; it must be [num_rows, {HYPER_COLUMNS}]")
+            raise ValueError(
+                f"hyper has shape {list(hyper.shape)}; it must be [num_rows, {HYPER_COLUMNS}]"
+            )
         if gradient_dtype not in _DTYPE_CODES:
-            raise TypeError(f"gradient_dtype is {gradient_dtype}; the kernel takes fp32, bf16 and fp16")
+            raise TypeError(
+                f"gradient_dtype is {gradient_dtype}; the kernel takes fp32, bf16 and fp16"
+            )
         if output_dtype is not None and output_dtype not in _DTYPE_CODES:
-            raise TypeError(f"output_dtype is {output_dtype}; the kernel writes fp32, bf16 and fp16")
+            raise TypeError(
+                f"output_dtype is {output_dtype}; the kernel writes fp32, bf16 and fp16"
+            )
         if clip_value is not None and not clip_value >= 0:
             raise ValueError(f"clip_value is {clip_value}; it must not be negative")
         self._handle().update(

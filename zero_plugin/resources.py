@@ -93,7 +93,9 @@ def _threads_of_a_rank(group: ProcessGroup) -> int:
     else:
         cores = os.cpu_count() or 1
     here = zlib.crc32(socket.gethostname().encode())
-    hosts = group.exchange(torch.tensor([here], dtype=torch.int64), label="host names")
+    hosts = group.exchange(
+        torch.tensor([here], dtype=torch.int64, device="cpu"), label="host names"
+    )
     return max(1, cores // sum(int(row[0]) == here for row in hosts))
 
 

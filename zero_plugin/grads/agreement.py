@@ -57,6 +57,7 @@ class GradientAgreement:
 
     def summarise(self, optimizer: int) -> Summary:
         """The summary of one optimizer's gradients; all ranks call it in the same order."""
+        self._reducer.notice_user_writes()
         generation, known = self._known.get(optimizer, (-1, None))
         if known is not None and generation == self._reducer.local.generation:
             return known
@@ -87,7 +88,9 @@ class GradientAgreement:
     def _exchange(
         self, norm: NormSummary, members: Sequence[int], present: set[int]
     ) -> tuple[NormSummary, set[int]]:
-        flags = torch.tensor([index in present for index in members], dtype=torch.int64)
+        flags = torch.tensor(
+            [index in present for index in members], dtype=torch.int64, device="cpu"
+        )
         rows = self._group.exchange(torch.cat([norm.to_tensor(), flags]), label="norm and presence")
         words = NormPartial.NUM_WORDS
         partials = [NormPartial.from_tensor(row[:words]) for row in rows]

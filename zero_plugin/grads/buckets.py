@@ -7,13 +7,12 @@ buffers).
 from __future__ import annotations
 
 from collections.abc import Sequence
-
+from typing import TYPE_CHECKING
 
 from zero_plugin.errors import EngineStateError
 from zero_plugin.runtime.backend import Backend
 from zero_plugin.runtime.buffers import Lease, SlabPool
 from zero_plugin.sharding.partition import Block
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch

@@ -38,6 +38,7 @@ class Clipper:
         Raises:
             ConfigError: another norm, a negative bound, or an order of clips that this cannot express.
         """
+        max_norm, norm_type = float(max_norm), float(norm_type)
         if not max_norm >= 0:
             raise ConfigError(f"max_norm={max_norm!r} must be 0 or more")
         present = [self._clips.get(number, Clip()) for number in optimizers]

@@ -26,6 +26,7 @@ class LocalGradients:
         self._present: set[int] = set()
         self._cleared: set[int] = set()
         self._live = 0
+        self._stand_ins: dict[int, GradientSentinel] = {}
         self.generation = 0
         """Changes whenever a gradient arrives or is cleared."""
         self.peak_bytes = 0
@@ -62,6 +63,9 @@ class LocalGradients:
                 self._cleared.add(index)
         elif isinstance(grad, GradientSentinel):
             parameter.grad = None
+        elif index in self._present:
+            # User code replaced the gradient; autograd adds to what it put there.
+            self._cleared.add(index)
 
     def take(self, index: int) -> Tensor | None:
         """Take the gradient out of `Parameter.grad` and leave a stand-in; None if there is none to take.
@@ -80,13 +84,20 @@ class LocalGradients:
                 "use sparse=False in its embedding"
             )
         grad = grad.detach()
-        member.parameter.grad = GradientSentinel.stand_in(
-            member.parameter, member.name, lambda: self._zero(index)
-        )
+        member.parameter.grad = self._stand_in(member)
         self._present.add(index)
         self.generation += 1
         self.track(_bytes(grad))
         return grad
+
+    def _stand_in(self, member: ManagedParameter) -> GradientSentinel:
+        stand_in = self._stand_ins.get(member.index)
+        if stand_in is None:
+            stand_in = GradientSentinel.stand_in(
+                member.parameter, member.name, lambda: self._zero(member.index)
+            )
+            self._stand_ins[member.index] = stand_in
+        return stand_in
 
     def foreign(self) -> list[int]:
         """Parameters whose `Parameter.grad` user code set itself."""
@@ -135,7 +146,7 @@ class LocalGradients:
             self._members[index].parameter.grad = None
 
     def take_cleared(self, arriving: int = -1) -> set[int]:
-        """Parameters whose `Parameter.grad` user code set to None since they had a gradient.
+        """Parameters whose gradient user code dropped or replaced (`Parameter.grad = ...`) since they had it.
 
         Args:
             arriving: a parameter whose gradient is being accumulated just now, known already.
@@ -143,7 +154,8 @@ class LocalGradients:
         cleared = self._cleared | {
             index
             for index in self._present
-            if index != arriving and self._members[index].parameter.grad is None
+            if index != arriving
+            and not isinstance(self._members[index].parameter.grad, GradientSentinel)
         }
         self._cleared = set()
         return cleared

@@ -57,7 +57,7 @@ def norm_of(summary: NormSummary, norm_type: float, scale: float) -> float:
 
 def clip_factor(norm: float, max_norm: float) -> float:
     """Torch's clip coefficient, in fp32: `min(1, max_norm / (norm + 1e-6))`."""
-    coefficient = torch.tensor(max_norm, dtype=torch.float32) / (
-        torch.tensor(norm, dtype=torch.float32) + 1e-6
+    coefficient = torch.tensor(max_norm, dtype=torch.float32, device="cpu") / (
+        torch.tensor(norm, dtype=torch.float32, device="cpu") + 1e-6
     )
     return float(torch.clamp(coefficient, max=1.0))

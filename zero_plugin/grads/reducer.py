@@ -23,6 +23,7 @@ from zero_plugin.errors import EngineStateError
 from zero_plugin.grads.buckets import Buckets
 from zero_plugin.grads.local import LocalGradients
 from zero_plugin.grads.offload import GradientShards
+from zero_plugin.grads.scaler import LossScaler
 from zero_plugin.runtime.backend import Backend
 from zero_plugin.runtime.buffers import Lease
 from zero_plugin.runtime.operations import Collective, Copy, Zero
@@ -50,6 +51,7 @@ class GradientReducer:
         shards: where the reduced chunks go.
         buckets: device buffers.
         config: what is sharded.
+        scaler: knows whether the loss was scaled.
     """
 
     def __init__(
@@ -59,11 +61,13 @@ class GradientReducer:
         shards: GradientShards,
         buckets: Buckets,
         config: ZeroConfig,
+        scaler: LossScaler,
     ) -> None:
         self._backend = backend
         self._group = group
         self._shards = shards
         self._buckets = buckets
+        self._scaler = scaler
         self._sharded = config.shards_gradients
         self._sharded_states = config.shards_optimizer
         self.local = LocalGradients(self.zero)
@@ -81,10 +85,13 @@ class GradientReducer:
         self._last_copy: Ticket[Any] | None = None
         self._collectives = backend.lane("collectives", "device")
         self._offload = backend.lane("offload", "device")
+        self.showing = False
+        """True while `Parameter.grad` holds full gradients to read: no backward may add to them."""
         self.deferred = False
         """True inside `no_sync`: another backward follows before the step."""
         self.spent: set[int] = set()
         """Optimizers that stepped on the present gradients."""
+        self._stale: dict[int, str] = {}
 
     # Blocks ----------------------------------------------------------------------------------------------------
 
@@ -114,27 +121,32 @@ class GradientReducer:
 
     def expect(self, index: int) -> None:
         """A gradient of the parameter is about to be accumulated."""
+        if self.showing:
+            block, position = self._places[index]
+            raise EngineStateError(
+                f"a backward reached parameter {block.parameters[position].name!r} inside engine.full_grads(): read the "
+                "gradients there, and run backward outside"
+            )
         self.local.make_room(index)
 
     def receive(self, index: int) -> None:
         """Take the gradient out of `Parameter.grad`.
 
         Raises:
-            EngineStateError: the gradient is sparse, or the last step's gradients were not cleared.
+            EngineStateError: the gradient is sparse.
         """
         if not self._open:
             self._sync_clears(arriving=index)
+        self._scaler.check_applied()
         grad = self.local.take(index)
         if grad is None:
             return
         block, position = self._places[index]
         if block.optimizer in self.spent:
-            name = block.parameters[position].name
+            # Legal if zero_grad follows, as where a generator's loss reaches a critic that has stepped already.
             self.local.track(-grad.numel() * grad.element_size())
-            raise EngineStateError(
-                f"parameter {name!r} received a gradient, but those of the last step were not cleared: call "
-                "zero_grad() after each step (plain torch would add the new gradient to the old one)"
-            )
+            self._stale[block.optimizer] = block.parameters[position].name
+            return
         if self.deferred and not self._sharded:
             self._exact = True
             self.local.hold(index, grad)
@@ -155,6 +167,24 @@ class GradientReducer:
 
     # Between backward and step -----------------------------------------------------------------------------------
 
+    def notice_user_writes(self) -> None:
+        """See what user code did to `Parameter.grad`: set to None (`model.zero_grad()`), or to a gradient of its own."""
+        self._sync_clears()
+        if self.local.foreign():
+            self.local.touch()
+
+    def check_cleared(self, optimizer: int) -> None:
+        """Before a step on gradients that came in part before, in part after the last one.
+
+        Raises:
+            EngineStateError: plain torch would have added them up.
+        """
+        if optimizer in self._stale:
+            raise EngineStateError(
+                f"parameter {self._stale[optimizer]!r} received a gradient, but those of the last step were not "
+                "cleared: call zero_grad() after each step (plain torch would add the new gradient to the old one)"
+            )
+
     def finalize(self) -> None:
         """Bring every rank to the same set of reduced gradients; all ranks call it."""
         self.end_backward()
@@ -168,7 +198,7 @@ class GradientReducer:
             self.end_backward()
         if self._group.size == 1:
             return
-        counts = torch.tensor([self._issued, self._forget_before], dtype=torch.int64)
+        counts = torch.tensor([self._issued, self._forget_before], dtype=torch.int64, device="cpu")
         rows = self._group.exchange(counts, label="rounds before the step")
         target = max(int(row[0]) for row in rows)
         forget = max(int(row[1]) for row in rows)
@@ -187,7 +217,8 @@ class GradientReducer:
             for member in block.parameters:
                 self.local.forget(member.index, clear=True)
         self._shards.clear(blocks)
-        self.spent.difference_update(optimizers)
+        for optimizer in optimizers:
+            self._renew(optimizer)
         self._note_clear()
 
     def zero(self, index: int) -> None:
@@ -198,7 +229,7 @@ class GradientReducer:
         if not self._shards.is_empty(block):
             self._shards.zero_member(block, position)
         self.local.touch()
-        self.spent.discard(block.optimizer)
+        self._renew(block.optimizer)
 
     def abort(self) -> None:
         """Drop every gradient after an exception; the round in progress is completed so that ranks stay in step."""
@@ -359,6 +390,10 @@ class GradientReducer:
 
     # Clearing ----------------------------------------------------------------------------------------------------
 
+    def _renew(self, optimizer: int) -> None:
+        self.spent.discard(optimizer)
+        self._stale.pop(optimizer, None)
+
     def _sync_clears(self, arriving: int = -1) -> None:
         """Forget gradients whose `Parameter.grad` user code set to None (`model.zero_grad()`)."""
         cleared = self.local.take_cleared(arriving)
@@ -382,7 +417,7 @@ class GradientReducer:
                 if block.optimizer == optimizer
                 for member in block.parameters
             ):
-                self.spent.discard(optimizer)
+                self._renew(optimizer)
         self._note_clear()
 
     def _note_clear(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from zero_plugin.errors import CheckpointError
+from zero_plugin.errors import CheckpointError, EngineStateError
 
 _INITIAL = 65536.0
 _GROWTH_INTERVAL = 2000
@@ -29,6 +29,8 @@ class LossScaler:
         self._scale = _INITIAL if self._dynamic else float(setting or 1.0)
         self._good_steps = 0
         self._next: float | None = None
+        self.applied = False
+        """Whether a loss was scaled since the last step."""
 
     @property
     def scale(self) -> float:
@@ -44,6 +46,18 @@ class LossScaler:
     def exhausted(self) -> bool:
         """Whether the scale cannot be lowered any further."""
         return not self._dynamic or (self._next or self._scale) <= _SMALLEST
+
+    def check_applied(self) -> None:
+        """Refuse a gradient of a loss that was not scaled: the step would divide it all the same.
+
+        Raises:
+            EngineStateError: the scale is not 1 and no loss was scaled since the last step.
+        """
+        if self._scale != 1.0 and not self.applied:
+            raise EngineStateError(
+                f"a backward ran on an unscaled loss while the loss scale is {self._scale:g}: call engine.backward(loss), "
+                "or engine.scale_loss(loss).backward()"
+            )
 
     def record(self, *, overflow: bool) -> None:
         """Note one step's outcome; the scale changes at the next `advance`."""

@@ -48,7 +48,7 @@ class FacadeMixin(Optimizer):
     """Overrides that send an optimizer's work to the engine."""
 
     zero_plain_class: type[Optimizer]
-    zero_host: OptimizerHost | None
+    zero_host: OptimizerHost | None = None
     zero_identity: weakref.ref[Optimizer]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -109,6 +109,17 @@ class FacadeMixin(Optimizer):
         so a method inherited from here runs with the wrapper for `self`.
         """
         return self.zero_identity() or self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copies and pickles: the states lie with the engine, not with the object.
+
+        Raises:
+            EngineStateError: always.
+        """
+        raise EngineStateError(
+            f"this {self.zero_plain_class.__name__} belongs to an engine and cannot be copied or pickled: its states are "
+            "sharded; save optimizer.state_dict(), and load it into an optimizer of the copied model"
+        )
 
     def _host(self, action: str) -> OptimizerHost:
         if self.zero_host is None:

@@ -106,15 +106,15 @@ def check_element_wise(optimizer: torch.optim.Optimizer) -> None:
         "use an element-wise optimizer (the compiled Adam, AdamW, Adagrad, Lion, SGD, or another of torch.optim), or "
         "train without sharding"
     )
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(6, 4, generator=generator)
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    start = torch.randn(6, 4, generator=generator, device="cpu")
     whole = nn.Parameter(start.clone())
     pieces = [nn.Parameter(piece.clone()) for piece in start.reshape(-1).split([5, 12, 7])]
     try:
         stepped = clone_optimizer(optimizer, [whole], options)
         split = clone_optimizer(optimizer, list(pieces), options)
         for _ in range(_STEPS):
-            gradient = torch.randn(6, 4, generator=generator)
+            gradient = torch.randn(6, 4, generator=generator, device="cpu")
             whole.grad = gradient.clone()
             for piece, part in zip(pieces, gradient.reshape(-1).split([5, 12, 7]), strict=True):
                 piece.grad = part.clone()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -85,6 +85,6 @@ class KeptStates:
 def _gather(group: ProcessGroup, block: Block, chunk: Tensor) -> list[Tensor]:
     gathered = chunk.view(1, -1)
     if block.layout.shards > 1:
-        gathered = torch.empty(block.layout.shards, block.chunk, dtype=chunk.dtype)
+        gathered = torch.empty(block.layout.shards, block.chunk, dtype=chunk.dtype, device="cpu")
         group.all_gather(gathered, chunk.cpu(), tag=block.index, label=f"states of {block.name}")
     return rebuild(block, gathered)

@@ -83,7 +83,9 @@ class Lion(Optimizer):
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         if gradient.is_sparse:
-            raise RuntimeError("Lion does not support sparse gradients; build the layer with sparse=False")
+            raise RuntimeError(
+                "Lion does not support sparse gradients; build the layer with sparse=False"
+            )
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)

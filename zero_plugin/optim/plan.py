@@ -50,7 +50,7 @@ def plan_step(
     *,
     is_present: Callable[[int], bool],
     step_of: Callable[[int], int],
-    group_of: Callable[[int], int],
+    group_of: Mapping[int, int],
     groups: Sequence[Mapping[str, Any]],
     rule: Rule | None,
 ) -> StepPlan:
@@ -60,7 +60,7 @@ def plan_step(
         blocks: its blocks, forward order.
         is_present: whether a parameter (by managed index) has a gradient on some rank.
         step_of: the count a parameter's step will have, 1 for its first.
-        group_of: index of a parameter's group.
+        group_of: index of each parameter's group; a parameter taken out of its groups is left alone, as in torch.
         groups: the optimizer's param groups.
         rule: the compiled rule, None for a foreign optimizer.
     """
@@ -69,14 +69,16 @@ def plan_step(
     planned: list[BlockPlan] = []
     for block in blocks:
         positions = tuple(
-            i for i, member in enumerate(block.parameters) if is_present(member.index)
+            i
+            for i, member in enumerate(block.parameters)
+            if member.index in group_of and is_present(member.index)
         )
         if not positions:
             continue
         members = [block.parameters[position].index for position in positions]
         numbers: list[int] = []
         for index in members:
-            key = (group_of(index), step_of(index))
+            key = (group_of[index], step_of(index))
             if key not in rows:
                 rows[key] = len(table)
                 table.append(rule.hyper(groups[key[0]], key[1]) if rule else (0.0,) * 16)
@@ -86,12 +88,12 @@ def plan_step(
                 block=block,
                 positions=positions,
                 rows=np.asarray(numbers, dtype=np.int64),
-                groups=tuple(groups[group_of(index)] for index in members),
+                groups=tuple(groups[group_of[index]] for index in members),
             )
         )
     hyper = (
-        torch.tensor(table, dtype=torch.float64)
+        torch.tensor(table, dtype=torch.float64, device="cpu")
         if table
-        else torch.zeros(0, 16, dtype=torch.float64)
+        else torch.zeros(0, 16, dtype=torch.float64, device="cpu")
     )
     return StepPlan(blocks=tuple(planned), hyper=hyper)

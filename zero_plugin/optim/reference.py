@@ -31,7 +31,7 @@ def _sqrt(values: Tensor) -> Tensor:
 
 
 def _fused(factor: Tensor | float, values: Tensor, addend: Tensor) -> Tensor:
-    """factor * values + addend rounded once to fp32, for finite and other values, on any device.
+    """Factor * values + addend rounded once to fp32, for finite and other values, on any device.
 
     The sum is made in float64 and its last bit set to odd where it is inexact; rounding that to fp32 rounds the
     exact value (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
@@ -52,7 +52,7 @@ def _fused(factor: Tensor | float, values: Tensor, addend: Tensor) -> Tensor:
 
 def _adam(master: Tensor, states: Sequence[Tensor], gradient: Tensor, hyper: _Hyper) -> None:
     average, square = states
-    weight = torch.tensor(hyper[3], dtype=torch.float32).item()
+    weight = torch.tensor(hyper[3], dtype=torch.float32, device="cpu").item()
     difference = gradient - average
     # torch.lerp measures from the nearer end.
     if weight < 0.5:
@@ -122,7 +122,7 @@ def update(
         raise OptimizerError(
             f"rule {rule.name} has the states {rule.state_names}, but {len(states)} were passed"
         )
-    factor = torch.tensor(hyper[0] * scale, dtype=torch.float32).item()
+    factor = torch.tensor(hyper[0] * scale, dtype=torch.float32, device="cpu").item()
     effective = gradient.to(torch.float32) * factor
     if clip_value is not None:
         effective.clamp_(-clip_value, clip_value)

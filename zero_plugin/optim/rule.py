@@ -194,16 +194,26 @@ _UNSUPPORTED_OPTIONS = {
 }
 
 
+def unsupported_option(group: Group) -> str | None:
+    """An option of a param group that no compiled rule has, with the reason, or None."""
+    for option, reason in _UNSUPPORTED_OPTIONS.items():
+        if group.get(option, False):
+            return f"{option}=True, which {reason}"
+    return None
+
+
 def why_not(optimizer: Optimizer) -> str | None:
     """Why this optimizer has no compiled rule, or None when it has one."""
     kind = type(optimizer)
     if kind not in _RULES:
         names = ", ".join(sorted(known.__name__ for known in _RULES))
-        return f"{kind.__module__}.{kind.__qualname__} is not one of {names} (subclasses do not count)"
+        return (
+            f"{kind.__module__}.{kind.__qualname__} is not one of {names} (subclasses do not count)"
+        )
     for index, group in enumerate(optimizer.param_groups):
-        for option, reason in _UNSUPPORTED_OPTIONS.items():
-            if group.get(option, False):
-                return f"param group {index} has {option}=True, which {reason}"
+        reason = unsupported_option(group)
+        if reason is not None:
+            return f"param group {index} has {reason}"
         for parameter in group["params"]:
             if parameter.dtype not in _DTYPES:
                 return f"param group {index} holds a parameter of dtype {parameter.dtype}"

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from zero_plugin.config import Tier
-from zero_plugin.errors import CheckpointError
+from zero_plugin.errors import CheckpointError, OptimizerError
 from zero_plugin.optim.blocks import BlockStates, allocate_states
 from zero_plugin.optim.fallback import ForeignBlock, check_element_wise, clone_optimizer
 from zero_plugin.optim.plan import StepPlan, plan_step
-from zero_plugin.optim.rule import Rule, rule_for
+from zero_plugin.optim.rule import Rule, rule_for, unsupported_option
 from zero_plugin.runtime.backend import Backend
 from zero_plugin.sharding.partition import Block
 
@@ -78,13 +78,18 @@ class OptimizerStates:
                     self._load_member(states, position, held)
 
     def plan(self, is_present: Callable[[int], bool]) -> StepPlan:
-        """Plan a step over the present parameters, and count it."""
+        """Plan a step over the present parameters, and count it.
+
+        Raises:
+            OptimizerError: a group asks for an option the compiled rule lacks, set after the engine was built.
+        """
+        self.check_options()
         group_of = self._group_numbers()
         plan = plan_step(
             [states.block for states in self.blocks.values()],
             is_present=is_present,
             step_of=lambda index: self._steps[index] + 1,
-            group_of=lambda index: group_of[index],
+            group_of=group_of,
             groups=self.optimizer.param_groups,
             rule=self.rule,
         )
@@ -92,6 +97,22 @@ class OptimizerStates:
             for position in item.positions:
                 self._steps[item.block.parameters[position].index] += 1
         return plan
+
+    def check_options(self) -> None:
+        """Refuse options that were set after the rule was chosen and that it does not have.
+
+        Raises:
+            OptimizerError: such an option is on.
+        """
+        if self.rule is None:
+            return
+        for number, group in enumerate(self.optimizer.param_groups):
+            reason = unsupported_option(group)
+            if reason is not None:
+                raise OptimizerError(
+                    f"param group {number} of {self.name} has {reason}; the compiled {self.rule.name} chosen at the "
+                    "start does not do: set it before building the engine, which then runs torch's own step"
+                )
 
     def import_weights(self, changed: set[int]) -> None:
         """Take compute weights that user code wrote into the masters, where they differ."""
@@ -150,7 +171,7 @@ class OptimizerStates:
     def _gather_block(self, states: BlockStates, gather: Gather) -> dict[int, dict[str, Any]]:
         block = states.block
         entries: dict[int, dict[str, Any]] = {
-            member.index: {"step": torch.tensor(float(self._steps[member.index]))}
+            member.index: {"step": torch.tensor(float(self._steps[member.index]), device="cpu")}
             for member in block.parameters
         }
         for name, chunk in self._named_chunks(states):
@@ -291,6 +312,7 @@ class OptimizerStates:
             member.index: numbers[id(member.parameter)]
             for states in self.blocks.values()
             for member in states.block.parameters
+            if id(member.parameter) in numbers
         }
 
     def _by_torch_number(self, full: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -328,15 +350,16 @@ class OptimizerStates:
             member.index: number_of[id(member.parameter)]
             for states in self.blocks.values()
             for member in states.block.parameters
+            if id(member.parameter) in number_of
         }
 
 
 def foreign_state_names(optimizer: Optimizer) -> list[str]:
     """Names of the element-wise states a torch optimizer makes, found by stepping a small copy of it."""
-    probe = torch.nn.Parameter(torch.ones(3))
+    probe = torch.nn.Parameter(torch.ones(3, device="cpu"))
     options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     clone = clone_optimizer(optimizer, [probe], options)
-    probe.grad = torch.ones(3)
+    probe.grad = torch.ones(3, device="cpu")
     clone.step()
     return [
         name

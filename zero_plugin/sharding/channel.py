@@ -146,9 +146,16 @@ class Channel:
                 self._waiting = None
             self._pending.clear()
 
-    def inline(self, peer: int, nbytes: int) -> Tensor:
-        """The bytes that came with a peer's header, as uint8; valid until the next collective."""
-        return self._incoming_tensors[peer][HEADER_BYTES : HEADER_BYTES + nbytes]
+    def inline(self, peer: int, nbytes: int) -> bytearray:
+        """The bytes that came with a peer's header."""
+        return self._incoming[peer][HEADER_BYTES : HEADER_BYTES + nbytes]
+
+    def share(self, rows: Tensor, shard: Tensor) -> None:
+        """Fills every other rank's row of `rows` with its shard; this rank's row is the caller's."""
+        receives = [self.receive(peer, rows[peer]) for peer in self.peers]
+        sends = [self.send(peer, shard) for peer in self.peers]
+        self.finish(receives)
+        self.finish(sends)
 
     def send(self, peer: int, tensor: Tensor) -> Pending:
         """Starts to send a contiguous CPU tensor, which must not change until it is finished."""
@@ -201,7 +208,7 @@ class Channel:
         mail = self._mail
         if mail is not None:
             with suppress(RuntimeError):
-                mail.recv([torch.empty(1, dtype=torch.uint8)], self.peers[0], _INTERRUPT_TAG).wait(
+                mail.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], self.peers[0], _INTERRUPT_TAG).wait(
                     _MOMENT
                 )
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from zero_plugin.errors import EngineStateError
 from zero_plugin.sharding.partition import ManagedParameter
 
 if TYPE_CHECKING:
@@ -36,6 +37,18 @@ class GradientReceiver(Protocol):
         ...
 
 
+class _AfterAccumulate:
+    """The hook that takes a gradient; its class marks a parameter as managed."""
+
+    def __init__(self, hooks: GradientHooks, index: int) -> None:
+        self._hooks = hooks
+        self._index = index
+
+    def __call__(self, _: Tensor) -> None:
+        """Hand the gradient over."""
+        self._hooks.receive(self._index)
+
+
 class GradientHooks:
     """Hooks on the AccumulateGrad of every managed parameter.
 
@@ -51,22 +64,29 @@ class GradientHooks:
         """True while a caller that ends the backward itself is inside one (`engine.backward`)."""
 
     def attach(self, managed: ManagedParameter) -> None:
-        """Hook one parameter."""
-        index = managed.index
-        receiver = self._receiver
+        """Hook one parameter.
+
+        Raises:
+            EngineStateError: another engine manages it.
+        """
+        check_unmanaged(managed)
+        index, receiver, parameter = managed.index, self._receiver, managed.parameter
 
         def before(_: Tensor) -> None:
             with torch.inference_mode(mode=False), torch.no_grad():
                 receiver.expect(index)
 
-        def after(_: Tensor) -> None:
-            with torch.inference_mode(mode=False), torch.no_grad():
-                if not self.announced:
-                    self._watch_for_the_end()
-                receiver.receive(index)
+        self._handles.append(parameter.register_hook(before))
+        self._handles.append(
+            parameter.register_post_accumulate_grad_hook(_AfterAccumulate(self, index))
+        )
 
-        self._handles.append(managed.parameter.register_hook(before))
-        self._handles.append(managed.parameter.register_post_accumulate_grad_hook(after))
+    def receive(self, index: int) -> None:
+        """A gradient of parameter `index` was accumulated."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if not self.announced:
+                self._watch_for_the_end()
+            self._receiver.receive(index)
 
     def remove(self) -> None:
         """Take every hook off; idempotent."""
@@ -99,6 +119,20 @@ def _inside_custom_backward() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def check_unmanaged(managed: ManagedParameter) -> None:
+    """Refuse a parameter that another engine manages.
+
+    Raises:
+        EngineStateError: its gradients already go to an engine.
+    """
+    hooks: Any = getattr(managed.parameter, "_post_accumulate_grad_hooks", None) or {}
+    if any(isinstance(hook, _AfterAccumulate) for hook in hooks.values()):
+        raise EngineStateError(
+            f"parameter {managed.name!r} already belongs to a live engine: close that one first (engine.close()), or give "
+            "all optimizers of the model to one engine"
+        )
 
 
 class ForwardHook:

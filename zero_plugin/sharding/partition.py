@@ -6,6 +6,7 @@ states and its all-gather share one `ChunkLayout`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -29,6 +30,7 @@ class ManagedParameter:
         optimizer: index of the optimizer it belongs to.
         alias: flat tensor over the parameter's storage with a version counter of its own, so that publishing does not
             look like a write of the user's.
+        shape: shape when it was taken on.
     """
 
     index: int
@@ -36,9 +38,11 @@ class ManagedParameter:
     parameter: nn.Parameter
     optimizer: int
     alias: Tensor = field(init=False)
+    shape: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         """Take the first alias."""
+        self.shape = tuple(self.parameter.shape)
         self.refresh_alias()
 
     @property
@@ -49,10 +53,26 @@ class ManagedParameter:
     @property
     def moved(self) -> bool:
         """Whether `parameter.data` was replaced since the alias was made."""
-        return (
-            self.alias.data_ptr() != self.parameter.data_ptr()
-            or self.alias.dtype != self.parameter.dtype
-        )
+        return self.alias.data_ptr() != self.parameter.data_ptr()
+
+    def check_unchanged(self) -> None:
+        """Refuse a parameter whose dtype, device or shape is not what the states were laid out for.
+
+        Raises:
+            ParameterError: it was converted, moved or reshaped.
+        """
+        parameter, alias = self.parameter, self.alias
+        if parameter.dtype != alias.dtype or parameter.device != alias.device:
+            raise ParameterError(
+                f"parameter {self.name!r} was {alias.dtype} on {alias.device} when the engine was built and is now "
+                f"{parameter.dtype} on {parameter.device}: convert or move the model before building the engine, or "
+                "close it and build a new one"
+            )
+        if tuple(parameter.shape) != self.shape:
+            raise ParameterError(
+                f"parameter {self.name!r} had shape {self.shape} when the engine was built and now has "
+                f"{tuple(parameter.shape)}: change the model before building the engine, or close it and build a new one"
+            )
 
     def refresh_alias(self) -> None:
         """Make the parameter contiguous and aligned in a storage of its own, and take an alias of it.
@@ -71,7 +91,7 @@ class ManagedParameter:
             if not owns_storage or data.is_inference():
                 self.parameter.data = data.clone(memory_format=torch.contiguous_format)
                 data = self.parameter.data
-            alias = torch.empty(0, dtype=data.dtype, device=data.device)
+            alias: Tensor = torch.empty(0, dtype=data.dtype, device=data.device)
             self.alias = alias.set_(data.untyped_storage(), 0, (data.numel(),), (1,))
 
 
@@ -181,6 +201,7 @@ def collect_parameters(
     ]
     for name, parameter in found:
         _check_dtype(name, parameter)
+    _check_disjoint([*((item.name, item.parameter) for item in known), *found])
     return [
         ManagedParameter(
             index=len(managed) + i, name=name, parameter=parameter, optimizer=owner[id(parameter)]
@@ -199,11 +220,35 @@ def _check_member(parameter: object, names: dict[int, str], place: str) -> None:
             f"{place} holds a non-leaf tensor of shape {tuple(parameter.shape)}: it is computed from other tensors, so "
             "it has no gradient of its own; give the optimizer model.parameters()"
         )
+    if isinstance(parameter, nn.UninitializedParameter):
+        raise ParameterError(
+            f"{place} holds an uninitialised parameter of a lazy module: run one batch through the model before building "
+            "the optimizer and the engine"
+        )
     if id(parameter) not in names:
         raise OptimizerError(
             f"{place} holds a tensor of shape {tuple(parameter.shape)} that is not a parameter of the model: build the "
             "optimizer on this model's parameters(), after any step that replaces them"
         )
+
+
+def _check_disjoint(found: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuse parameters that share memory: each would have a master of its own, and the last write would win."""
+    extents: list[tuple[int, int, str]] = []
+    for name, parameter in found:
+        if parameter.numel():
+            last = sum(
+                (n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)
+            )
+            start = parameter.data_ptr()
+            extents.append((start, start + (last + 1) * parameter.element_size(), name))
+    extents.sort()
+    for (_, stop, first), (start, _, second) in itertools.pairwise(extents):
+        if start < stop:
+            raise ParameterError(
+                f"parameters {first!r} and {second!r} share memory: to tie weights, assign the same Parameter object to "
+                "both places; else give each a tensor of its own (clone)"
+            )
 
 
 def _check_dtype(name: str, parameter: nn.Parameter) -> None:
@@ -219,6 +264,16 @@ def _check_dtype(name: str, parameter: nn.Parameter) -> None:
     if parameter.device.type == "meta":
         raise ParameterError(
             f"parameter {name!r} is on the meta device: materialise the model before the engine"
+        )
+    if parameter.is_inference():
+        raise ParameterError(
+            f"parameter {name!r} was made under torch.inference_mode, so autograd cannot track it: build the model "
+            "outside of it"
+        )
+    if getattr(parameter, "grad_dtype", None) not in (None, parameter.dtype):
+        raise ParameterError(
+            f"parameter {name!r} has grad_dtype {parameter.grad_dtype} and dtype {parameter.dtype}: the engine sums "
+            "gradients in fp32 itself; leave grad_dtype alone"
         )
     if type(parameter) is not nn.Parameter and type(parameter.data) is not Tensor:
         raise ParameterError(
@@ -340,7 +395,7 @@ def rebuild(block: Block, gathered: Tensor) -> list[Tensor]:
     """
     fulls: list[Tensor] = []
     for position, member in enumerate(block.parameters):
-        full = torch.empty(member.numel, dtype=gathered.dtype)
+        full = torch.empty(member.numel, dtype=gathered.dtype, device="cpu")
         for target, part in unpack_pairs(block, gathered, position, full):
             target.copy_(part)
         fulls.append(full.view(member.parameter.shape))

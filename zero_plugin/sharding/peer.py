@@ -38,7 +38,7 @@ class Workspace:
         """The first `nbytes` bytes of the buffer `name`, as uint8; its old contents are lost."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < nbytes:
-            buffer = self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8)
+            buffer = self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return buffer[:nbytes]
 
     def like(self, name: str, tensor: Tensor) -> Tensor:
@@ -153,19 +153,15 @@ class PeerCollectives:
         channel.finish(sends)
 
     def _gather(self, rows: Tensor, shard: Tensor) -> None:
-        channel = self._channel
-        own = rows[channel.rank]
         if shard.numel() == 0:
             return
-        receives = [channel.receive(peer, rows[peer]) for peer in channel.peers]
-        sends = [channel.send(peer, shard) for peer in channel.peers]
+        own = rows[self._channel.rank]
         if own.data_ptr() != shard.data_ptr():
             if self._kernels is None:
                 own.copy_(shard)
             else:
                 copy_tensor(self._kernels, own, shard)
-        channel.finish(receives)
-        channel.finish(sends)
+        self._channel.share(rows, shard)
 
     def _average(self, output: Tensor, terms: Sequence[Tensor]) -> None:
         if self._kernels is not None and output.dtype != torch.float64:

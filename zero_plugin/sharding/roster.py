@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,7 +17,6 @@ from zero_plugin.sharding.partition import (
     collect_parameters,
     form_blocks,
 )
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -40,7 +40,13 @@ class Roster:
         """Blocks in forward order."""
 
     def newcomers(self) -> list[ManagedParameter]:
-        """Trainable parameters of the optimizers that are not managed yet."""
+        """Trainable parameters of the optimizers that are not managed yet.
+
+        Raises:
+            ParameterError: a managed parameter was converted, moved or reshaped.
+        """
+        for member in self.members:
+            member.check_unchanged()
         managed = {id(member.parameter) for member in self.members}
         if all(
             id(parameter) in managed or not parameter.requires_grad
@@ -86,12 +92,16 @@ class Roster:
         members = [member for member in self.members if member.optimizer == optimizer]
         if not members:
             return set()
+        for member in members:
+            member.check_unchanged()
         changed = [
             member.moved or member.parameter._version != self._versions[member.index]
             for member in members
         ]
         if group.size > 1:
-            rows = group.exchange(torch.tensor(changed, dtype=torch.int64), label="written weights")
+            rows = group.exchange(
+                torch.tensor(changed, dtype=torch.int64, device="cpu"), label="written weights"
+            )
             changed = torch.stack(rows).sum(dim=0).tolist()
         written = {member.index for member, seen in zip(members, changed, strict=True) if seen}
         for index in written:
