@@ -512,16 +512,40 @@ class _Group:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
 
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, *, tag: int) -> None:  # noqa: A002
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002
+        *,
+        tag: int,
+        label: str = "",
+    ) -> None:
         self.calls.append(("reduce_scatter", tag))
+        assert label == "reduce_scatter"
         output.copy_(input[0])
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, tag: int) -> None:  # noqa: A002
+    def all_gather(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002
+        *,
+        tag: int,
+        label: str = "",
+    ) -> None:
         self.calls.append(("all_gather", tag))
+        assert label == "all_gather"
         output[0].copy_(input)
 
-    def all_reduce(self, output: torch.Tensor, input: torch.Tensor, *, tag: int) -> None:  # noqa: A002
+    def all_reduce(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002
+        *,
+        tag: int,
+        label: str = "",
+    ) -> None:
         self.calls.append(("all_reduce", tag))
+        assert label == "all_reduce"
         output.copy_(input)
 
 

@@ -276,15 +276,15 @@ class NormPartials(_Base):
 class CollectiveGroup(Protocol):
     """What collectives ask of a process group; it counts its own bytes in the ledger."""
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, *, tag: int) -> None:  # noqa: A002
+    def reduce_scatter(self, output: Tensor, input: Tensor, *, tag: int, label: str = "") -> None:  # noqa: A002
         """Into output [n] goes the average over ranks of input [size, n], this rank's row."""
         ...
 
-    def all_gather(self, output: Tensor, input: Tensor, *, tag: int) -> None:  # noqa: A002
+    def all_gather(self, output: Tensor, input: Tensor, *, tag: int, label: str = "") -> None:  # noqa: A002
         """Into output [size, n] goes input [n] of every rank."""
         ...
 
-    def all_reduce(self, output: Tensor, input: Tensor, *, tag: int) -> None:  # noqa: A002
+    def all_reduce(self, output: Tensor, input: Tensor, *, tag: int, label: str = "") -> None:  # noqa: A002
         """Into output [n] goes the average over ranks of input [n]."""
         ...
 
@@ -323,11 +323,11 @@ class Collective(_Base):
         """Calls the group and returns when this rank's part has ended or is enqueued."""
         del kernels
         if self.kind == "all_gather":
-            self.group.all_gather(self.output, self.input, tag=self.tag)
+            self.group.all_gather(self.output, self.input, tag=self.tag, label=self.label)
         elif self.kind == "reduce_scatter":
-            self.group.reduce_scatter(self.output, self.input, tag=self.tag)
+            self.group.reduce_scatter(self.output, self.input, tag=self.tag, label=self.label)
         else:
-            self.group.all_reduce(self.output, self.input, tag=self.tag)
+            self.group.all_reduce(self.output, self.input, tag=self.tag, label=self.label)
 
 
 class Updater(Protocol):
