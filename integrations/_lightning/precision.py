@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from zero_plugin.errors import ConfigError
+from zero_plugin.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,6 +21,30 @@ else:
 # The stock mixed precision plugin's name, under which a Trainer checkpoint holds the state of the loss scale. Writing
 # there too lets a checkpoint go from plain DDP to us and back.
 SCALER_KEY = "MixedPrecision"
+
+
+def to_grad_scaler(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine's loss scale as `torch.amp.GradScaler.state_dict` writes it."""
+    return {
+        "scale": state["scale"],
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": state["good_steps"],
+    }
+
+
+def from_grad_scaler(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A `torch.amp.GradScaler.state_dict` as the engine reads it.
+
+    Raises:
+        CheckpointError: it lacks the scale.
+    """
+    if "scale" not in state:
+        raise CheckpointError(
+            f"the loss scale in the checkpoint ({dict(state)!r}) has no 'scale': it was not saved by a GradScaler"
+        )
+    return {"scale": state["scale"], "good_steps": state.get("_growth_tracker", 0)}
 
 
 class TrainerPrecision(TrainerBase):
@@ -62,9 +86,9 @@ class TrainerPrecision(TrainerBase):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store the loss scale, in `torch.amp.GradScaler`'s format."""
         super().on_save_checkpoint(checkpoint)
-        state = self._loss_scale_state()
-        if state:
-            checkpoint[SCALER_KEY] = state
+        engine = self.slots.only
+        if engine is not None and engine.config.loss_scale == "dynamic":
+            checkpoint[SCALER_KEY] = to_grad_scaler(engine.loss_scale_state())
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the loss scale, ours or plain DDP's."""
@@ -74,12 +98,8 @@ class TrainerPrecision(TrainerBase):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the loss scale; Lightning calls this itself for checkpoints of old versions."""
         engine = self.slots.only
-        if engine is not None and state_dict and self._loss_scale_state():
-            engine.load_loss_scale_state(state_dict)
-
-    def _loss_scale_state(self) -> Mapping[str, Any]:
-        engine = self.slots.only
-        return {} if engine is None else engine.loss_scale_state()
+        if engine is not None and engine.config.loss_scale == "dynamic" and state_dict:
+            engine.load_loss_scale_state(from_grad_scaler(state_dict))
 
 
 class FabricPrecision(FabricBase):
@@ -112,7 +132,7 @@ class FabricPrecision(FabricBase):
             return tensor
         scaled = engines[0].scale_loss(tensor)
         for other in engines[1:]:
-            if engines[0].loss_scale_state() or other.loss_scale_state():
+            if engines[0].loss_scale != other.loss_scale:
                 raise ConfigError(
                     f"{len(engines)} models were set up with a loss scale each, and this backward does not say which "
                     "one its loss belongs to: call fabric.backward(loss, model=model)"

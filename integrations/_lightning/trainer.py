@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from zero_plugin.integrations._lightning.common import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Generator, Mapping
 
     from lightning.pytorch import Trainer
     from lightning.pytorch.plugins.precision import Precision
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from zero_plugin.config import ZeroConfig
+    from zero_plugin.optim.kept import KeptStates
 else:
     Base = object
 
@@ -77,9 +78,10 @@ class TrainerStrategy(Base):
     ) -> None:
         self._config = build_config(config, settings)
         self._slots = EngineSlots()
-        # The engine of a fit that has ended. It is closed, but still knows the optimizer states, for a
-        # `trainer.save_checkpoint` after `trainer.fit`.
-        self._finished: ZeroEngine | None = None
+        # The optimizer states of a fit that has ended, for a `trainer.save_checkpoint` after `trainer.fit`.
+        self._kept: KeptStates | None = None
+        self._accumulates = False
+        self._buffers_are_due = True
         self._all_failed = False
         super().__init__(
             accelerator=accelerator,
@@ -147,11 +149,19 @@ class TrainerStrategy(Base):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Call `configure_optimizers` and give what it returns to a new engine."""
-        self._release()
+        self._close_engine()
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
         # A user may return Lightning's wrappers; the engine and the new wrappers need what is inside.
         optimizers = [_unwrap(optimizer) for optimizer in self.optimizers]
+        # And a user may return the optimizers of the last fit, which go on from where they were, as in torch.
+        kept = self._kept
+        states = {
+            number: kept.state_dict(optimizer)
+            for number, optimizer in enumerate(optimizers)
+            if kept is not None and kept.holds(optimizer)
+        }
+        self._kept = None
         model = self._require(self.model)
         if all(isinstance(optimizer, self.spelling.no_optimizer) for optimizer in optimizers):
             # There is no optimizer to shard, but backward must still average gradients over the ranks.
@@ -161,26 +171,55 @@ class TrainerStrategy(Base):
                 self.configure_ddp()
             return
         config = config_for(self._config, str(self.precision_plugin.precision))
-        self._slots.engines.append(ZeroEngine(model, optimizers, config))
+        engine = ZeroEngine(model, optimizers, config)
+        self._slots.engines.append(engine)
+        for number, state in states.items():
+            engine.load_optimizer_state_dict(optimizers[number], state)
+        self._buffers_are_due = True
         # Wrappers copy the class of what they wrap, and the engine has just changed it.
         self.optimizers = optimizers
 
     # ------------------------------------------------------------------ steps
 
-    def block_backward_sync(self) -> AbstractContextManager[None]:
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step, on rank 0's buffers if this is the first of the micro-batches of a step."""
+        engine = self._slots.only
+        if engine is not None:
+            # The Trainer calls `training_step`, not the module's forward, which the engine watches.
+            if self._buffers_are_due:
+                engine.broadcast_buffers()
+            self._buffers_are_due = not self._accumulates
+        return super().training_step(*args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
         """Inside: backward adds to the gradients of a step that is not complete yet."""
         engine = self._slots.only
-        return super().block_backward_sync() if engine is None else engine.no_sync()
+        before, self._accumulates = self._accumulates, True
+        try:
+            with super().block_backward_sync() if engine is None else engine.no_sync():
+                yield
+        finally:
+            self._accumulates = before
+
+    def on_validation_start(self) -> None:
+        """Validate with rank 0's buffers on every rank, as under DDP."""
+        engine = self._slots.only
+        if engine is not None:
+            engine.broadcast_buffers()
+        super().on_validation_start()
 
     # ------------------------------------------------------------------ checkpoints
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state in torch's format on rank 0, empty on the others; all ranks must call."""
         optimizer = _unwrap(optimizer)
-        engine = self._slots.of(optimizer) or self._finished
-        if engine is None or isinstance(optimizer, self.spelling.no_optimizer):
-            return super().optimizer_state(optimizer)
-        return engine.optimizer_state_dict(optimizer, rank0_only=True)
+        engine = self._slots.of(optimizer)
+        if engine is not None:
+            return engine.optimizer_state_dict(optimizer, rank0_only=True)
+        if self._kept is not None and self._kept.holds(optimizer):
+            return self._kept.state_dict(optimizer, rank0_only=True)
+        return super().optimizer_state(optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Give every rank its part of the states in a checkpoint, ours or plain DDP's.
@@ -238,7 +277,7 @@ class TrainerStrategy(Base):
         try:
             store.wait(keys, timedelta(seconds=EXCEPTION_SECONDS))
         except RuntimeError as error:
-            self._release()  # the Trainer does not reach its own teardown when a callback raises
+            self._close_engine()  # the Trainer does not reach its own teardown when a callback raises
             raise CheckpointError(
                 f"no checkpoint was saved on the exception of rank {self.global_rank}: optimizer states are sharded, "
                 f"and not all of the {self.world_size} ranks failed within {EXCEPTION_SECONDS:.0f} s. "
@@ -257,16 +296,15 @@ class TrainerStrategy(Base):
         """Close the engine (threads, buffers, hooks), then do what DDPStrategy does."""
         engine = self._slots.only
         if engine is not None:
-            engine.close()
-            self._slots.engines.clear()
-            self._finished = engine
+            kept = engine.keep_states()
+            self._close_engine()
+            kept.move_to_cpu()
+            self._kept = kept
         super().teardown()
 
-    def _release(self) -> None:
-        for engine in self._slots.engines:
-            engine.close()
-        self._slots.engines.clear()
-        self._finished = None
+    def _close_engine(self) -> None:
+        while self._slots.engines:
+            self._slots.engines.pop().close()
         self._all_failed = False
 
     @staticmethod

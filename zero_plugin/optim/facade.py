@@ -49,7 +49,7 @@ class FacadeMixin(Optimizer):
 
     zero_plain_class: type[Optimizer]
     zero_host: OptimizerHost | None = None
-    zero_identity: weakref.ref[Optimizer]
+    zero_identity: weakref.ref[FacadeMixin]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the closure, if any, with gradients on, then the engine's step."""
@@ -94,21 +94,22 @@ class FacadeMixin(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters are managed from the next backward on."""
         super().add_param_group(param_group)
-        host: OptimizerHost | None = getattr(self, "zero_host", None)
-        if host is not None:
+        real = self._real()
+        if real.zero_host is not None:
             try:
-                host.parameters_changed(self._real())
+                real.zero_host.parameters_changed(real)
             except BaseException:
                 self.param_groups.pop()
                 raise
 
-    def _real(self) -> Optimizer:
+    def _real(self) -> FacadeMixin:
         """The optimizer itself, also where a wrapper stands for `self`.
 
         Lightning's and Fabric's wrappers derive from the class of what they wrap and forward missing attributes to it,
         so a method inherited from here runs with the wrapper for `self`.
         """
-        return self.zero_identity() or self
+        identity: weakref.ref[FacadeMixin] | None = getattr(self, "zero_identity", None)
+        return (None if identity is None else identity()) or self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse copies and pickles: the states lie with the engine, not with the object.
@@ -122,12 +123,13 @@ class FacadeMixin(Optimizer):
         )
 
     def _host(self, action: str) -> OptimizerHost:
-        if self.zero_host is None:
+        host = self._real().zero_host
+        if host is None:
             raise EngineStateError(
                 f"{self.zero_plain_class.__name__}.{action}() was called after its engine was closed: the optimizer "
                 "states are gone; build a new optimizer, or save optimizer.state_dict() before engine.close()"
             )
-        return self.zero_host
+        return host
 
     @classmethod
     def over(cls, plain: type[Optimizer]) -> type[Self]:
