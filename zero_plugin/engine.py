@@ -42,6 +42,7 @@ from zero_plugin.resources import Resources
 from zero_plugin.sharding.hooks import ForwardHook, GradientHooks
 from zero_plugin.sharding.partition import Block, ManagedParameter, ShardPlace, collect_parameters
 from zero_plugin.sharding.roster import Roster
+from zero_plugin.sharding.setup import check_same_setup
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -102,6 +103,7 @@ class ZeroEngine:
                 OptimizerStates(item, self._resources.backend, self.config.optimizer)
                 for item in self.optimizers
             ]
+            check_same_setup(self._resources.group, _describe(self.config, self.optimizers, model))
             self._equalise_ranks()
             self._manage(members)
             for item in self.optimizers:
@@ -418,6 +420,11 @@ class ZeroEngine:
 
     # Lifetime ----------------------------------------------------------------------------------------------------
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
     def drain(self) -> None:
         """Wait until nothing is in flight; raises the error of an operation that failed."""
         self._check_open("drain")
@@ -597,7 +604,14 @@ class ZeroEngine:
             tensors = [item.data for item in (*self.model.parameters(), *self.model.buffers())]
             self._resources.group.broadcast(tensors)
         if self.config.broadcast_buffers and any(True for _ in self.model.buffers()):
-            self._buffer_hook = ForwardHook(self.model, self._before_forward)
+            this = weakref.ref(self)
+
+            def before_forward() -> None:
+                engine = this()
+                if engine is not None and not engine.closed:
+                    engine.before_forward()
+
+            self._buffer_hook = ForwardHook(self.model, before_forward)
 
     def broadcast_buffers(self) -> None:
         """Send rank 0's buffers to all ranks; all ranks call it.
@@ -608,7 +622,8 @@ class ZeroEngine:
             with torch.inference_mode(mode=False), torch.no_grad():
                 self._resources.group.broadcast([item.data for item in self.model.buffers()])
 
-    def _before_forward(self) -> None:
+    def before_forward(self) -> None:
+        """Send rank 0's buffers before a training forward."""
         if self.model.training and torch.is_grad_enabled():
             self.broadcast_buffers()
 
@@ -626,6 +641,25 @@ class ZeroEngine:
     def _check_open(self, action: str) -> None:
         if self._closed:
             raise EngineStateError(f"{action} was called after engine.close(): build a new engine")
+
+
+def _describe(
+    config: ZeroConfig, optimizers: Sequence[Optimizer], model: nn.Module
+) -> dict[str, list[str]]:
+    """What must be the same on all ranks, line by line."""
+    private = ("trace", "threads", "instruction_set", "backend", "backend_seed", "nvme_path")
+    settings = [f"{key}={value!r}" for key, value in vars(config).items() if key not in private]
+    groups = [
+        f"{type(item).__name__} group {number}: {len(group['params'])} parameters, "
+        + ", ".join(f"{key}={value}" for key, value in group.items() if key != "params")
+        for item in optimizers
+        for number, group in enumerate(item.param_groups)
+    ]
+    shapes = [
+        f"{name} {tuple(item.shape)} {item.dtype} requires_grad={item.requires_grad}"
+        for name, item in (*model.named_parameters(), *model.named_buffers())
+    ]
+    return {"settings": settings, "optimizers": groups, "model": shapes}
 
 
 def _abandon(

@@ -23,6 +23,7 @@ class LocalGradients:
         self._zero = zero
         self._members: dict[int, ManagedParameter] = {}
         self._held: dict[int, Tensor] = {}
+        self._late: dict[int, list[Tensor]] = {}
         self._present: set[int] = set()
         self._cleared: set[int] = set()
         self._live = 0
@@ -38,7 +39,7 @@ class LocalGradients:
 
     def __bool__(self) -> bool:
         """Whether any gradient is held."""
-        return bool(self._held)
+        return bool(self._held or self._late)
 
     def is_present(self, index: int) -> bool:
         """Whether this rank has a gradient of the parameter, held or reduced."""
@@ -118,6 +119,20 @@ class LocalGradients:
         self._held[index] = total
         self.track(_bytes(total) - _bytes(held) - _bytes(grad))
 
+    def hold_late(self, index: int, grad: Tensor) -> None:
+        """Keep a further gradient of one backward apart: it is added after the first, as autograd would."""
+        self._late.setdefault(index, []).append(grad)
+
+    def next_late(self) -> list[int]:
+        """Make the next late gradient of each parameter the held one; returns whose."""
+        indices = list(self._late)
+        for index in indices:
+            waiting = self._late[index]
+            self.hold(index, waiting.pop(0))
+            if not waiting:
+                del self._late[index]
+        return indices
+
     def drop(self, index: int) -> None:
         """Let go of a held gradient."""
         held = self._held.pop(index, None)
@@ -142,6 +157,8 @@ class LocalGradients:
         """
         self._present.discard(index)
         self.drop(index)
+        for grad in self._late.pop(index, ()):
+            self.track(-_bytes(grad))
         if clear:
             self._members[index].parameter.grad = None
 

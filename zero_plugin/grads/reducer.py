@@ -29,7 +29,7 @@ from zero_plugin.runtime.buffers import Lease
 from zero_plugin.runtime.operations import Collective, Copy, Zero
 from zero_plugin.runtime.ticket import Ticket
 from zero_plugin.sharding.group import ProcessGroup
-from zero_plugin.sharding.partition import Block, add_into, pack
+from zero_plugin.sharding.partition import Block, pack
 
 
 @dataclass(kw_only=True, slots=True)
@@ -143,10 +143,7 @@ class GradientReducer:
             return
         block, position = self._places[index]
         if block.optimizer in self.spent:
-            # Legal if zero_grad follows, as where a generator's loss reaches a critic that has stepped already.
-            self.local.track(-grad.numel() * grad.element_size())
             self._stale[block.optimizer] = block.parameters[position].name
-            return
         if self.deferred and not self._sharded:
             self._exact = True
             self.local.hold(index, grad)
@@ -156,14 +153,17 @@ class GradientReducer:
         self._launch_ready()
 
     def end_backward(self) -> None:
-        """Launch what is left of the round, with zeros for what has no gradient."""
+        """Launch what is left of the round, with zeros for what has no gradient; then the late gradients."""
         if not self._open:
             return
-        while self._next < len(self._order):
-            self._launch(self._order[self._next])
-        self._open = False
-        self._fills.clear()
-        self._next = 0
+        self._close_round()
+        while late := self.local.next_late():
+            completed = self._completed
+            self._open_round()
+            self._completed = completed
+            for index in late:
+                self._fills[self._places[index][0].index].arrived.add(index)
+            self._close_round()
 
     # Between backward and step -----------------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ class GradientReducer:
                 self.local.forget(member.index, clear=True)
         self._shards.clear(blocks)
         for optimizer in optimizers:
-            self._renew(optimizer)
+            self._forget_step(optimizer)
         self._note_clear()
 
     def zero(self, index: int) -> None:
@@ -229,7 +229,7 @@ class GradientReducer:
         if not self._shards.is_empty(block):
             self._shards.zero_member(block, position)
         self.local.touch()
-        self._renew(block.optimizer)
+        self._forget_step(block.optimizer)
 
     def abort(self) -> None:
         """Drop every gradient after an exception; the round in progress is completed so that ranks stay in step."""
@@ -264,15 +264,23 @@ class GradientReducer:
             for block in self._order
         }
 
+    def _close_round(self) -> None:
+        while self._next < len(self._order):
+            self._launch(self._order[self._next])
+        self._open = False
+        self._fills.clear()
+        self._next = 0
+
     def _place(self, block: Block, position: int, grad: Tensor) -> None:
         index = block.parameters[position].index
-        fill = self._fills.get(block.index)
-        if fill is not None and index in fill.packed and fill.lease is not None:
-            add_into(block, position, grad, self._bucket(block, fill.lease))
-            self.local.track(-grad.numel() * grad.element_size())
+        fill = self._fills[block.index]
+        if index in fill.arrived:
+            # Used again under a reentrant checkpoint: kept apart whether or not its block is gone already, so that the
+            # order of the sum does not depend on the size of blocks.
+            self.local.hold_late(index, grad)
             return
         self.local.hold(index, grad)
-        if fill is None or self._rank_in_order[block.index] < self._next or index in fill.arrived:
+        if self._rank_in_order[block.index] < self._next:
             return
         fill.arrived.add(index)
         if len(fill.arrived) == fill.expected:
@@ -302,7 +310,7 @@ class GradientReducer:
         fill = self._fills[block.index]
         if self._group.size > 1:
             self._launch_collective(block, fill)
-        else:
+        elif any(self.local.held(member.index) is not None for member in block.parameters):
             self._launch_copy(block)
         self._next += 1
         self._issued += 1
@@ -390,10 +398,6 @@ class GradientReducer:
 
     # Clearing ----------------------------------------------------------------------------------------------------
 
-    def _renew(self, optimizer: int) -> None:
-        self.spent.discard(optimizer)
-        self._stale.pop(optimizer, None)
-
     def _sync_clears(self, arriving: int = -1) -> None:
         """Forget gradients whose `Parameter.grad` user code set to None (`model.zero_grad()`)."""
         cleared = self.local.take_cleared(arriving)
@@ -417,8 +421,12 @@ class GradientReducer:
                 if block.optimizer == optimizer
                 for member in block.parameters
             ):
-                self._renew(optimizer)
+                self._forget_step(optimizer)
         self._note_clear()
+
+    def _forget_step(self, optimizer: int) -> None:
+        self.spent.discard(optimizer)
+        self._stale.pop(optimizer, None)
 
     def _note_clear(self) -> None:
         self.local.touch()

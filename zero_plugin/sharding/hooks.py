@@ -59,6 +59,7 @@ class GradientHooks:
     def __init__(self, receiver: GradientReceiver) -> None:
         self._receiver = receiver
         self._handles: list[RemovableHandle] = []
+        self._nodes: list[Any] = []
         self._task = -1
         self.announced = False
         """True while a caller that ends the backward itself is inside one (`engine.backward`)."""
@@ -72,11 +73,16 @@ class GradientHooks:
         check_unmanaged(managed)
         index, receiver, parameter = managed.index, self._receiver, managed.parameter
 
-        def before(_: Tensor) -> None:
+        def before(_: object) -> None:
             with torch.inference_mode(mode=False), torch.no_grad():
                 receiver.expect(index)
 
-        self._handles.append(parameter.register_hook(before))
+        # On the node, not the tensor: a tensor's hook also fires for torch.autograd.grad, which accumulates nothing.
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            node: Any = parameter.view_as(parameter).grad_fn
+        node = node.next_functions[0][0]
+        self._nodes.append(node)
+        self._handles.append(node.register_prehook(before))
         self._handles.append(
             parameter.register_post_accumulate_grad_hook(_AfterAccumulate(self, index))
         )
@@ -93,6 +99,7 @@ class GradientHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._nodes.clear()
 
     def _watch_for_the_end(self) -> None:
         # queue_callback fires at the end of the *current* graph task, which inside a reentrant checkpoint is an inner
@@ -135,16 +142,34 @@ def check_unmanaged(managed: ManagedParameter) -> None:
         )
 
 
+class _BeforeForward:
+    """A forward pre-hook that does not outlive its engine: a copy of the module gets an inert one."""
+
+    def __init__(self, function: Callable[[], None] | None) -> None:
+        self._function = function
+
+    def __call__(self, _: nn.Module, __: Any) -> None:
+        """Call the function, if it is still wanted."""
+        if self._function is not None:
+            self._function()
+
+    def __reduce__(self) -> tuple[type[_BeforeForward], tuple[None]]:
+        """Copy and pickle as an inert hook."""
+        return _BeforeForward, (None,)
+
+
 class ForwardHook:
-    """Calls a function before every forward of a module; removable."""
+    """Calls a function before every forward of a module; removable.
+
+    Args:
+        module: the module.
+        function: what to call.
+    """
 
     def __init__(self, module: nn.Module, function: Callable[[], None]) -> None:
-        def before(_: nn.Module, __: Any) -> None:
-            function()
-
-        # Inlined into a compiled forward, the hook would be traced.
-        untraced: Any = torch.compiler.disable(before)
-        self._handle = module.register_forward_pre_hook(untraced)
+        # Inlined into a compiled forward, the function would be traced.
+        untraced: Any = torch.compiler.disable(function)
+        self._handle = module.register_forward_pre_hook(_BeforeForward(untraced))
 
     def remove(self) -> None:
         """Take the hook off; idempotent."""

@@ -357,15 +357,6 @@ def pack(block: Block, position: int, source: Tensor | None, buffer: Tensor) -> 
         slot[rank, part.numel :].zero_()
 
 
-def add_into(block: Block, position: int, source: Tensor, buffer: Tensor) -> None:
-    """Add a further gradient of member `position` onto its packed copy."""
-    layout = block.layout
-    offset = layout.offsets[position]
-    flat = source.reshape(-1)
-    for rank, part in enumerate(layout.slices[position]):
-        buffer[rank, offset : offset + part.numel].add_(flat[part.start : part.stop])
-
-
 def unpack_pairs(
     block: Block, gathered: Tensor, position: int, full: Tensor
 ) -> list[tuple[Tensor, Tensor]]:

@@ -1,0 +1,1 @@
+"""Gradients between backward and step: reduced, kept in their tier, measured and clipped."""

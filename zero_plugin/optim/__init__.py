@@ -1,0 +1,1 @@
+"""Update rules, sharded optimizer states, and the step that runs them."""

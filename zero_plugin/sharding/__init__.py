@@ -1,0 +1,1 @@
+"""Who holds which part of what: layout, blocks, ranks, and the hooks into autograd."""
