@@ -16,7 +16,7 @@ from zero_plugin.sharding.partition import (
     Block,
     ManagedParameter,
     ShardPlace,
-    add_into,
+
     form_blocks,
     pack,
     unpack_pairs,
