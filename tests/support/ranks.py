@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 START_SECONDS = 120.0
 STACK_SECONDS = 0.5
+KILL_SECONDS = 0.05
 OUTPUT_TAIL = 4000
 
 
@@ -90,7 +91,7 @@ def run_ranks(
         deadline: seconds until ranks still running are dumped, killed and reported.
         errors: "raise" fails on the first exception of a rank; "return" puts exceptions into the
             list instead. A crash, a hang or a leak fails in both.
-        kill: for some ranks, seconds after the start or the name of a `mark` at which they die by
+        kill: for some ranks, seconds after their function was entered or the name of a `mark` at which they die by
             SIGKILL; their result is `Killed`.
         store: where the default group meets: a file, a TCP server in rank 0 (as under most
             launchers), or "none": no default group is made.
@@ -233,6 +234,7 @@ class Run:
         self._directory = Path(job.directory)
         self._codes: dict[int, int] = {}
         self._late: set[int] = set()
+        self._entered: dict[int, float] = {}
 
     def watch(self) -> None:
         """Follows the ranks until all have ended, by themselves or at the deadline."""
@@ -244,20 +246,26 @@ class Run:
             raise
 
     def _follow(self) -> None:
-        start = time.monotonic()
-        limit = start + self._job.deadline_seconds
+        limit = time.monotonic() + self._job.deadline_seconds
         while len(self._codes) < self._job.size:
             now = time.monotonic()
-            for rank in [r for r, delay in self._delays.items() if start + delay <= now]:
-                del self._delays[rank]
-                self._client.send("signal", rank, signal.SIGKILL)
             if now >= limit:
                 self._late = set(range(self._job.size)) - set(self._codes)
                 self._stop()
                 return
-            self._take(min(limit, *(start + d for d in self._delays.values()), now + 1.0) - now)
+            self._kill(now)
+            self._take(min(limit - now, KILL_SECONDS if self._delays else 1.0))
             if self._stop_on_error and self._failed():
                 limit = min(limit, time.monotonic() + 10.0)
+
+    def _kill(self, now: float) -> None:
+        """Kills the ranks whose time in their function is up."""
+        for rank, delay in list(self._delays.items()):
+            if rank not in self._entered and (self._directory / f"entered.{rank}").exists():
+                self._entered[rank] = now
+            if now - self._entered.get(rank, now) >= delay:
+                del self._delays[rank]
+                self._client.send("signal", rank, signal.SIGKILL)
 
     def _take(self, seconds: float) -> None:
         kind, *details = self._client.receive(seconds)

@@ -200,6 +200,7 @@ def perform(job: Job, rank: int) -> Outcome:
         arguments = pickle.loads(payload.arguments)
         if job.store != "none":
             join_default_group(job, rank)
+        (Path(job.directory) / f"entered.{rank}").touch()
         value = function(rank, job.size, *arguments)
         leave_default_group()
         threads = leftover_threads()
