@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -18,12 +19,19 @@ def check(root: Path) -> int:
         for directory in (package, *(path for path in package.rglob("*") if path.is_dir())):
             # a folder without __init__.py is a namespace package, which import-linter does not follow
             (directory / "__init__.py").touch()
+        # -S: an editable install's finder would put the checkout before the copy
+        path = os.pathsep.join([folder, sysconfig.get_path("purelib")])
         command = [
-            *(sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"),
+            *(
+                sys.executable,
+                "-S",
+                "-c",
+                "from importlinter.cli import lint_imports_command as c; c()",
+            ),
             *("--no-cache", str(root / "pyproject.toml")),
         ]
         return subprocess.run(
-            command, cwd=folder, env={**os.environ, "PYTHONPATH": folder}, check=False
+            command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, check=False
         ).returncode
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from support.sources import REPOSITORY, package_files
 
-MAX_FILE_LINES = 600
-MAX_CLASS_LINES = 420
-MAX_FUNCTION_LINES = 60
-MAX_METHODS = 40
+MAX_FILE_LINES = 750
+MAX_CLASS_LINES = 600
+MAX_FUNCTION_LINES = 65
+MAX_METHODS = 48
+"""The engine, the one class that all integrations talk to, is near this and the budget of a class."""
 MAX_REASSIGNED_ATTRIBUTES = 12
 """Attributes of `self` assigned outside `__init__`: state that moves."""
 MAX_NATIVE_FILE_LINES = 700

@@ -14,7 +14,7 @@ MAX_FILE_BYTES = 500_000
 # In pieces, so that this file does not hold what it looks for.
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(?:work|opt|root|home|Users)" + r"/(?!\.\.\.)[\w.-]+")
 BINARY = {".png"}
-TEST_FUNCTION = re.compile(r"^\s*(?:async )?def test_\w*\(", re.MULTILINE)
+TEST_FUNCTION = re.compile(r"^(?:(?:async )?def test_\w*\(|class Test)", re.MULTILINE)
 
 
 def holds_tests(path: Path) -> bool:
