@@ -40,7 +40,7 @@ HYPER_COLUMNS = _native.HYPER_COLUMNS
 """Columns of a hyper row; their meaning belongs to the rule, see `zero_plugin.optim.rule`."""
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_UNIT_EXPONENT = 298
+SQUARE_EXPONENT = 298
 _NUM_LIMBS = 10
 _NAN_BITS = 0x7F800001
 _INF_BITS = 0x7F800000
@@ -80,14 +80,14 @@ class NormPartial:
     @property
     def hi(self) -> float:
         """The sum of squares rounded once to float64."""
-        return self.sum_squares / (1 << _UNIT_EXPONENT)
+        return self.sum_squares / (1 << SQUARE_EXPONENT)
 
     @property
     def lo(self) -> float:
         """What `hi` leaves out, rounded to float64."""
         numerator, denominator = self.hi.as_integer_ratio()
-        rest = self.sum_squares * denominator - (numerator << _UNIT_EXPONENT)
-        return rest / (denominator << _UNIT_EXPONENT)
+        rest = self.sum_squares * denominator - (numerator << SQUARE_EXPONENT)
+        return rest / (denominator << SQUARE_EXPONENT)
 
     def norm(self) -> float:
         """The 2-norm in float64: NaN when an element is NaN, inf when one is infinite."""
@@ -129,7 +129,10 @@ def _absmax_of(bits: int) -> float:
         return math.nan
     if bits == _INF_BITS:
         return math.inf
-    return float(torch.tensor([bits], dtype=torch.int32, device="cpu").view(torch.float32).item())
+    # Not by reinterpreting: reading a subnormal float gives zero in a thread that flushes denormals.
+    exponent = bits >> 23
+    mantissa = bits & 0x7FFFFF | (0x800000 if exponent else 0)
+    return math.ldexp(mantissa, max(exponent, 1) - 150)
 
 
 def _checked(tensor: Tensor, name: str, dtypes: Sequence[torch.dtype]) -> Tensor:
