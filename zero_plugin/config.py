@@ -6,6 +6,7 @@ nothing below this module says "stage".
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -25,6 +26,9 @@ BackendName = Literal["auto", "inline", "threads", "chaos", "cuda"]
 
 DTypeName = Literal["fp32", "bf16", "fp16"]
 
+_LONGEST = 1e7
+"""Seconds; about four months."""
+
 _BYTE_UNITS = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgt", start=1):
     _BYTE_UNITS[f"{_prefix}ib"] = 1024**_power
@@ -41,7 +45,7 @@ def parse_bytes(value: int | str, name: str = "size") -> int:
     Raises:
         ConfigError: the value is negative, or is not a number with a known unit.
     """
-    if isinstance(value, bool):
+    if type(value) not in (int, str):
         raise ConfigError(
             f"{name}={value!r} is not a byte count: give bytes or a string such as '8GiB'"
         )
@@ -237,22 +241,32 @@ class ZeroConfig:
             raise ConfigError(
                 f"bucket_bytes={self.bucket_bytes!r} is below 64 bytes: the default is '32MiB'"
             )
-        positive = {
-            "timeout_seconds": self.timeout_seconds,
+        counts = {
             "nonfinite_patience": self.nonfinite_patience,
             "delayed_update_warmup": self.delayed_update_warmup,
             "threads": 1 if self.threads is None else self.threads,
         }
-        for name, value in positive.items():
-            if type(value) not in (int, float) or not value > 0:
-                raise ConfigError(f"{name}={value!r} must be a number above 0")
+        for name, value in counts.items():
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name}={value!r} must be a whole number above 0")
+        if type(self.backend_seed) is not int:
+            raise ConfigError(f"backend_seed={self.backend_seed!r} must be a whole number")
+        if (
+            type(self.timeout_seconds) not in (int, float)
+            or not 0 < self.timeout_seconds <= _LONGEST
+        ):
+            raise ConfigError(
+                f"timeout_seconds={self.timeout_seconds!r} must be a number above 0 and at most {_LONGEST:g}"
+            )
+        if type(self.trace) not in (str, type(None)) and not isinstance(self.trace, Path):
+            raise ConfigError(f"trace={self.trace!r} must be the path of a file to write, or None")
         self._check_loss_scale()
 
     def _check_loss_scale(self) -> None:
         scale = self.loss_scale
         if scale is None or scale == "dynamic":
             return
-        if isinstance(scale, (bool, str)) or not scale > 0:
+        if isinstance(scale, (bool, str)) or not 0 < scale < math.inf:
             raise ConfigError(
                 f"loss_scale={scale!r} must be a positive power of two, 'dynamic' or None"
             )
@@ -291,7 +305,7 @@ class ZeroConfig:
                         f"{name}={getattr(self, name)!r} has no effect: no state is placed on 'nvme'; "
                         f"leave {name} out or place a state there"
                     )
-        if not self.overlap and self.backend in ("threads", "chaos"):
+        if not self.overlap and self.backend not in ("auto", "inline"):
             raise ConfigError(
                 f"overlap=False contradicts backend={self.backend!r}: without overlap every operation runs inline; "
                 "leave backend out"

@@ -10,20 +10,17 @@ import math
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from typing_extensions import Self
 
-from zero_plugin.config import ZeroConfig
+from zero_plugin.config import Tier, ZeroConfig
 from zero_plugin.errors import (
     BudgetError,
-    ConfigError,
     EngineStateError,
     NonFiniteGradientError,
-    ParameterError,
 )
 from zero_plugin.grads.agreement import GradientAgreement, Summary
 from zero_plugin.grads.buckets import Buckets
@@ -34,6 +31,7 @@ from zero_plugin.grads.offload import GradientShards
 from zero_plugin.grads.reducer import GradientReducer
 from zero_plugin.grads.scaler import LossScaler
 from zero_plugin.grads.sentinel import GradientSentinel
+from zero_plugin.inputs import check_arguments, describe, find_device
 from zero_plugin.optim import facade
 from zero_plugin.optim.kept import KeptStates
 from zero_plugin.optim.pipeline import StepPipeline
@@ -43,6 +41,9 @@ from zero_plugin.sharding.hooks import ForwardHook, GradientHooks
 from zero_plugin.sharding.partition import Block, ManagedParameter, ShardPlace, collect_parameters
 from zero_plugin.sharding.roster import Roster
 from zero_plugin.sharding.setup import check_same_setup
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -81,11 +82,11 @@ class ZeroEngine:
         optimizer: Optimizer | Sequence[Optimizer],
         config: ZeroConfig | None = None,
     ) -> None:
-        self.optimizers = _check_arguments(model, optimizer, config)
+        self.optimizers = check_arguments(model, optimizer, config)
         self.model = model
         self.config = config or ZeroConfig()
         members = collect_parameters(model, self.optimizers)
-        self._device = _one_device(model, members)
+        self._device = find_device(model, members)
         self._closed = False
         self._resources = Resources.open(self.config, self._device)
         self._roster = Roster(model, self.optimizers)
@@ -94,7 +95,11 @@ class ZeroEngine:
         self._clipper = Clipper()
         self._buffer_hook: ForwardHook | None = None
         self._learned_order = False
-        self._assemble()
+        try:
+            self._assemble()
+        except BaseException:
+            self._resources.close()
+            raise
         self._finalizer = weakref.finalize(
             self, _abandon, self._hooks, self._roster.members, self._resources
         )
@@ -103,7 +108,7 @@ class ZeroEngine:
                 OptimizerStates(item, self._resources.backend, self.config.optimizer)
                 for item in self.optimizers
             ]
-            check_same_setup(self._resources.group, _describe(self.config, self.optimizers, model))
+            check_same_setup(self._resources.group, describe(self.config, self.optimizers, model))
             self._equalise_ranks()
             self._manage(members)
             for item in self.optimizers:
@@ -116,7 +121,9 @@ class ZeroEngine:
         """Wire the parts that move gradients and weights."""
         config, group, backend = self.config, self._resources.group, self._resources.backend
         dtype = DTYPES[config.gradient_dtype] if config.gradient_dtype else None
-        self._gradients = GradientShards(backend, config.gradients, dtype)
+        self._gradients = GradientShards(
+            backend, config.gradients, dtype, self._permit_accumulation
+        )
         self._buckets = Buckets(backend, DTYPES[config.reduce_dtype], group.size)
         self._reducer = GradientReducer(
             backend, group, self._gradients, self._buckets, config, self._scaler
@@ -158,8 +165,6 @@ class ZeroEngine:
         """
         self._check_open("backward")
         self._manage(self._roster.newcomers())
-        if not self._reducer.local.any_present():
-            self._scaler.advance()
         self._hooks.announced = True
         try:
             yield
@@ -173,6 +178,8 @@ class ZeroEngine:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale (the loss itself without loss scaling)."""
+        if not self._reducer.has_unspent():
+            self._scaler.advance()
         self._scaler.applied = True
         return loss if self._scaler.scale == 1.0 else loss * self._scaler.scale
 
@@ -431,7 +438,11 @@ class ZeroEngine:
         self._resources.backend.drain()
 
     def abort_step(self) -> None:
-        """Drop the gradients of a broken step and bring the lanes to rest; weights and states are untouched."""
+        """Drop the gradients of a broken step and bring the lanes to rest.
+
+        Weights and states are those of the last step; if the update itself failed midway, blocks before the failure have
+        taken their step and later ones have not, so go on from a checkpoint.
+        """
         if self._closed:
             return
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -440,6 +451,7 @@ class ZeroEngine:
             self._clipper.forget()
             if self._resources.group.size == 1:
                 self._resources.backend.settle()
+            self._gradients.forget_ended()
 
     def keep_states(self) -> KeptStates:
         """The optimizer states, to read after `close`: call it right before."""
@@ -571,30 +583,37 @@ class ZeroEngine:
                 states.add_blocks([block for block in blocks if block.optimizer == number])
             self._buckets.add_blocks(self._roster.blocks)
             self._reducer.add_blocks(blocks)
-            self._pipeline.add_blocks(
-                {i: s for item in self._states for i, s in item.blocks.items()}
-            )
+            self._pipeline.add_blocks(self._roster.blocks)
             for member in members:
                 self._hooks.attach(member)
 
     def _check_budget(self, blocks: Sequence[Block]) -> None:
-        """Refuse before allocating when the states would not fit a limit."""
-        need = {"device": 0, "host": 0, "nvme": 0}
+        """Refuse before allocating when the states and buffers would not fit a limit."""
+        config, every = self.config, [*self._roster.blocks, *blocks]
         held = self.memory()
-        for tier in need:
-            need[tier] = sum(held[tier].values())
+        need = {tier: sum(held[tier].values()) - held[tier]["staging"] for tier in held}
         for block in blocks:
-            states = self._states[block.optimizer]
-            aliased = self.config.optimizer == "device" and block.dtype == torch.float32
-            need[self.config.optimizer] += block.chunk * 4 * (states.num_states + (not aliased))
-            need[self.config.gradients] += block.chunk * self._gradients.dtype(block).itemsize
+            aliased = config.optimizer == "device" and block.dtype == torch.float32
+            count = self._states[block.optimizer].num_states + (not aliased)
+            need[config.optimizer] += max(block.chunk * 4 * count, 64)
+            need[config.gradients] += max(block.chunk * self._gradients.dtype(block).itemsize, 64)
+        need[config.optimizer] += self._pipeline.planned(every)
+        need["device"] += self._buckets.planned(every)
         for tier in ("device", "host"):
-            limit = self.config.limit(tier)
-            if limit is not None and need[tier] > limit:
-                raise BudgetError(
-                    f"the states need {need[tier]:,} bytes of {tier} memory on rank {self._resources.group.rank}, and "
-                    f"{tier}_limit is {limit:,}: raise it, use more processes, or place optimizer or gradients elsewhere"
-                )
+            self._permit(tier, need[tier])
+
+    def _permit(self, tier: Tier, need: int) -> None:
+        limit = self.config.limit(tier)
+        if limit is not None and need > limit:
+            raise BudgetError(
+                f"the states and buffers need {need:,} bytes of {tier} memory on rank {self.rank}, and {tier}_limit is "
+                f"{limit:,}: raise it, use more processes, a smaller bucket_bytes, or place optimizer or gradients elsewhere"
+            )
+
+    def _permit_accumulation(self, more: int) -> None:
+        """Before a buffer is made that only gradient accumulation needs."""
+        tier = self.config.gradients
+        self._permit(tier, sum(self.memory()[tier].values()) + more)
 
     def _equalise_ranks(self) -> None:
         """Make parameters and buffers equal to rank 0's, as DistributedDataParallel does."""
@@ -643,25 +662,6 @@ class ZeroEngine:
             raise EngineStateError(f"{action} was called after engine.close(): build a new engine")
 
 
-def _describe(
-    config: ZeroConfig, optimizers: Sequence[Optimizer], model: nn.Module
-) -> dict[str, list[str]]:
-    """What must be the same on all ranks, line by line."""
-    private = ("trace", "threads", "instruction_set", "backend", "backend_seed", "nvme_path")
-    settings = [f"{key}={value!r}" for key, value in vars(config).items() if key not in private]
-    groups = [
-        f"{type(item).__name__} group {number}: {len(group['params'])} parameters, "
-        + ", ".join(f"{key}={value}" for key, value in group.items() if key != "params")
-        for item in optimizers
-        for number, group in enumerate(item.param_groups)
-    ]
-    shapes = [
-        f"{name} {tuple(item.shape)} {item.dtype} requires_grad={item.requires_grad}"
-        for name, item in (*model.named_parameters(), *model.named_buffers())
-    ]
-    return {"settings": settings, "optimizers": groups, "model": shapes}
-
-
 def _abandon(
     hooks: GradientHooks, members: Sequence[ManagedParameter], resources: Resources
 ) -> None:
@@ -671,39 +671,3 @@ def _abandon(
         if isinstance(member.parameter.grad, GradientSentinel):
             member.parameter.grad = None
     resources.close()
-
-
-def _check_arguments(model: object, optimizer: object, config: object) -> tuple[Optimizer, ...]:
-    """The optimizers as a tuple; refuses arguments of other types."""
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is a {type(model).__name__}: give the torch.nn.Module to train")
-    if config is not None and not isinstance(config, ZeroConfig):
-        raise ConfigError(
-            f"config is a {type(config).__name__}: give a ZeroConfig; ZeroConfig.from_dict reads a mapping"
-        )
-    given: Sequence[object] = optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
-    optimizers: list[Optimizer] = []
-    for item in given:
-        if not isinstance(item, Optimizer):
-            raise ConfigError(
-                f"optimizer is a {type(item).__name__}: give a torch.optim.Optimizer built on the model's parameters, or "
-                "a list of them"
-            )
-        optimizers.append(item)
-    if not optimizers:
-        raise ConfigError(
-            "the engine was given no optimizer: give one torch optimizer, or a list of them"
-        )
-    return tuple(optimizers)
-
-
-def _one_device(model: nn.Module, members: Sequence[ManagedParameter]) -> torch.device:
-    devices = {member.parameter.device for member in members} or {
-        p.device for p in model.parameters()
-    }
-    if len(devices) > 1:
-        raise ParameterError(
-            f"trainable parameters lie on several devices ({', '.join(sorted(map(str, devices)))}): move the model to "
-            "one device; the engine shards over processes, not over devices of one process"
-        )
-    return devices.pop() if devices else torch.device("cpu")

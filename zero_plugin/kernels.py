@@ -99,7 +99,9 @@ class NormPartial:
         words = [
             int.from_bytes(raw[8 * i : 8 * i + 8], "little", signed=True) for i in range(_NUM_LIMBS)
         ]
-        absmax = torch.tensor([self.absmax], dtype=torch.float64, device="cpu").view(torch.int64).item()
+        absmax = (
+            torch.tensor([self.absmax], dtype=torch.float64, device="cpu").view(torch.int64).item()
+        )
         return torch.tensor([*words, int(absmax), self.nonfinite], dtype=torch.int64, device="cpu")
 
     @classmethod
@@ -116,7 +118,11 @@ class NormPartial:
             )
         values = [int(value) for value in words.tolist()]
         raw = b"".join(value.to_bytes(8, "little", signed=True) for value in values[:_NUM_LIMBS])
-        absmax = torch.tensor([values[_NUM_LIMBS]], dtype=torch.int64, device="cpu").view(torch.float64).item()
+        absmax = (
+            torch.tensor([values[_NUM_LIMBS]], dtype=torch.int64, device="cpu")
+            .view(torch.float64)
+            .item()
+        )
         return cls(
             sum_squares=int.from_bytes(raw, "little"),
             absmax=float(absmax),
@@ -269,7 +275,7 @@ class Kernels:
             total = total << 64 | limb
         return NormPartial(sum_squares=total, absmax=_absmax_of(absmax_bits), nonfinite=nonfinite)
 
-    def update(
+    def update(  # noqa: PLR0913 - one call moves a whole table, and each setting is named
         self,
         rule: int,
         segments: Tensor,

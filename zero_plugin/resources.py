@@ -12,6 +12,7 @@ import torch
 from typing_extensions import Self
 
 from zero_plugin.config import ZeroConfig
+from zero_plugin.errors import ConfigError
 from zero_plugin.kernels import Kernels
 from zero_plugin.runtime.backend import Backend
 from zero_plugin.runtime.select import create_backend
@@ -54,7 +55,10 @@ class Resources:
         )
         try:
             threads = config.threads or _threads_of_a_rank(group)
-            kernels = Kernels(threads=threads, isa=config.instruction_set)
+            try:
+                kernels = Kernels(threads=threads, isa=config.instruction_set)
+            except ValueError as error:
+                raise ConfigError(f"instruction_set={config.instruction_set!r}: {error}") from error
             group.use_kernels(kernels)
             backend = create_backend(
                 config.backend if config.overlap else "inline",

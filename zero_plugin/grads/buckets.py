@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from zero_plugin.errors import EngineStateError
 from zero_plugin.runtime.backend import Backend
 from zero_plugin.runtime.buffers import Lease, SlabPool
+from zero_plugin.runtime.memory import round_to_pages
 from zero_plugin.sharding.partition import Block
 
 if TYPE_CHECKING:
@@ -42,16 +43,18 @@ class Buckets:
         """Bytes of all slabs."""
         return sum(pool.nbytes for pool in (self._gathered, self._chunk) if pool is not None)
 
+    def planned(self, blocks: Sequence[Block]) -> int:
+        """Bytes that the slabs, and the transport's own copy of the largest bucket, take with these blocks."""
+        if self._world_size == 1 or not blocks:
+            return 0
+        gathered, chunk = self._sizes(blocks)
+        return _SLABS * (round_to_pages(gathered) + round_to_pages(chunk)) + gathered + chunk
+
     def add_blocks(self, blocks: Sequence[Block]) -> None:
         """Make the slabs large enough for more blocks; between rounds only."""
         if self._world_size == 1 or not blocks:
             return
-        # Chunks of states and of gradients summed over micro-batches travel in fp32.
-        chunk = max(block.chunk for block in blocks) * 4
-        gathered = max(
-            block.layout.shards * block.chunk * max(self.wire.itemsize, block.dtype.itemsize)
-            for block in blocks
-        )
+        gathered, chunk = self._sizes(blocks)
         self._gathered = self._resize(self._gathered, "gradient buckets", gathered)
         self._chunk = self._resize(self._chunk, "reduced chunks", chunk)
 
@@ -69,6 +72,14 @@ class Buckets:
             if pool is not None:
                 pool.close()
         self._gathered = self._chunk = None
+
+    def _sizes(self, blocks: Sequence[Block]) -> tuple[int, int]:
+        gathered = max(
+            block.layout.shards * block.chunk * max(self.wire.itemsize, block.dtype.itemsize)
+            for block in blocks
+        )
+        # Gradients summed over micro-batches travel in fp32.
+        return gathered, max(block.chunk for block in blocks) * 4
 
     @staticmethod
     def _acquire(pool: SlabPool | None, holder: str) -> Lease:

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from zero_plugin.errors import ConfigError
-from zero_plugin.kernels import NormPartial
+from zero_plugin.kernels import SQUARE_EXPONENT, NormPartial
 
 NormSummary = NormPartial
 """A merged partial: sum of squares, largest magnitude, count of non-finite elements."""
@@ -32,6 +33,19 @@ def merge_partials(partials: Iterable[NormPartial]) -> NormSummary:
     for partial in partials:
         total = total.merge(partial)
     return total
+
+
+def read_partial(partial: NormPartial | Tensor) -> NormPartial:
+    """A partial as `NormPartials` gives it, exact from the host or in float64 from a device."""
+    if isinstance(partial, NormPartial):
+        return partial
+    squares, largest, nonfinite = partial.tolist()
+    numerator, denominator = squares.as_integer_ratio()
+    return NormPartial(
+        sum_squares=(numerator << SQUARE_EXPONENT) // denominator,
+        absmax=largest,
+        nonfinite=int(nonfinite),
+    )
 
 
 def norm_of(summary: NormSummary, norm_type: float, scale: float) -> float:

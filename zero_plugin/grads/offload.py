@@ -7,7 +7,7 @@ precision, and a run without accumulation never pays for the wider buffer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from zero_plugin.config import Tier
-from zero_plugin.grads.norm import NormSummary, merge_partials
+from zero_plugin.grads.norm import NormSummary, merge_partials, read_partial
 from zero_plugin.runtime.backend import Backend, Ticket
 from zero_plugin.runtime.buffers import Lease, SlabPool
+from zero_plugin.runtime.memory import round_to_pages
 from zero_plugin.runtime.operations import Accumulate, Copy, NormPartials, Zero
 from zero_plugin.sharding.partition import Block
 
@@ -56,9 +57,17 @@ class GradientShards:
         backend: lanes and memory.
         tier: where the chunks lie, `device` or `host`.
         gradient_dtype: dtype of a contribution, or None for the parameter's own.
+        permit: called with the bytes of a buffer that only accumulation needs, before it is made; raises BudgetError.
     """
 
-    def __init__(self, backend: Backend, tier: Tier, gradient_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        tier: Tier,
+        gradient_dtype: torch.dtype | None,
+        permit: Callable[[int], None],
+    ) -> None:
+        self._permit = permit
         self._backend = backend
         self._tier: Tier = tier
         self._gradient_dtype = gradient_dtype
@@ -169,7 +178,9 @@ class GradientShards:
                 self._start_norm(shard)
             if shard.norm is not None:
                 tickets.append(shard.norm)
-        return merge_partials([partial for ticket in tickets for partial in ticket.wait()])
+        return merge_partials(
+            read_partial(partial) for ticket in tickets for partial in ticket.wait()
+        )
 
     def wait(self) -> None:
         """Wait for every gradient on its way."""
@@ -183,6 +194,14 @@ class GradientShards:
             shard = self._shards[block.index]
             shard.contributions = 0
             shard.norm = None
+
+    def forget_ended(self) -> None:
+        """Let go of tickets that ended, failed ones included, so that a broken step does not poison the next."""
+        for shard in self._shards.values():
+            if shard.ready is not None and shard.ready.done:
+                shard.ready = None
+            if shard.norm is not None and shard.norm.done:
+                shard.norm = None
 
     def zero_member(self, block: Block, position: int) -> None:
         """Set one member's gradient to zero, in order with what is in flight."""
@@ -227,6 +246,7 @@ class GradientShards:
 
     def _wide(self, block: Block, shard: _Shard) -> Tensor:
         if shard.wide is None:
+            self._permit(block.chunk * 4)
             shard.wide = self._allocate(block.chunk, torch.float32)
         return shard.wide
 
@@ -253,6 +273,7 @@ class GradientShards:
             self._staging.close()
             self._staging = None
         if self._staging is None:
+            self._permit(2 * round_to_pages(largest))
             self._staging = SlabPool(
                 name="gradient staging",
                 backend=self._backend,

@@ -173,6 +173,14 @@ class GradientReducer:
         if self.local.foreign():
             self.local.touch()
 
+    def has_unspent(self) -> bool:
+        """Whether a gradient waits for its optimizer's step."""
+        return any(
+            block.optimizer not in self.spent
+            and self.local.any_present(member.index for member in block.parameters)
+            for block in self._order
+        )
+
     def check_cleared(self, optimizer: int) -> None:
         """Before a step on gradients that came in part before, in part after the last one.
 
@@ -241,6 +249,7 @@ class GradientReducer:
             self._fills.clear()
             self._next = 0
         self.clear(sorted({block.optimizer for block in self._order}))
+        self._last_copy = None
 
     def release(self) -> None:
         """Give back the buffers of a round in progress."""

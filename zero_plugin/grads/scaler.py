@@ -28,7 +28,7 @@ class LossScaler:
         self._dynamic = setting == "dynamic"
         self._scale = _INITIAL if self._dynamic else float(setting or 1.0)
         self._good_steps = 0
-        self._next: float | None = None
+        self._outcomes: set[bool] = set()
         self.applied = False
         """Whether a loss was scaled since the last step."""
 
@@ -45,7 +45,7 @@ class LossScaler:
     @property
     def exhausted(self) -> bool:
         """Whether the scale cannot be lowered any further."""
-        return not self._dynamic or (self._next or self._scale) <= _SMALLEST
+        return not self._dynamic or self._scale <= _SMALLEST
 
     def check_applied(self) -> None:
         """Refuse a gradient of a loss that was not scaled: the step would divide it all the same.
@@ -60,32 +60,27 @@ class LossScaler:
             )
 
     def record(self, *, overflow: bool) -> None:
-        """Note one step's outcome; the scale changes at the next `advance`."""
-        if not self._dynamic:
-            return
-        base = self._next or self._scale
-        if overflow:
-            self._next = max(base / 2, _SMALLEST)
-            self._good_steps = 0
-            return
-        self._good_steps += 1
-        if self._good_steps >= _GROWTH_INTERVAL:
-            self._next = min(base * 2, _LARGEST)
-            self._good_steps = 0
+        """Note the outcome of one optimizer's step; several steps on the gradients of one scale count once."""
+        self._outcomes.add(overflow)
 
     def advance(self) -> None:
-        """Take on a pending scale; only while no gradient of the old scale is alive."""
-        if self._next is not None:
-            self._scale = self._next
-            self._next = None
+        """Take the outcomes in; only while no gradient of the old scale waits for its step."""
+        self._scale, self._good_steps = self._following()
+        self._outcomes.clear()
+
+    def _following(self) -> tuple[float, int]:
+        if not self._dynamic or not self._outcomes:
+            return self._scale, self._good_steps
+        if True in self._outcomes:
+            return max(self._scale / 2, _SMALLEST), 0
+        if self._good_steps + 1 < _GROWTH_INTERVAL:
+            return self._scale, self._good_steps + 1
+        return min(self._scale * 2, _LARGEST), 0
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values that restore the scaler."""
-        return {
-            "scale": self._next or self._scale,
-            "good_steps": self._good_steps,
-            "dynamic": self._dynamic,
-        }
+        scale, good_steps = self._following()
+        return {"scale": scale, "good_steps": good_steps, "dynamic": self._dynamic}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore.
@@ -102,4 +97,5 @@ class LossScaler:
         if not scale > 0:
             raise CheckpointError(f"loss scale state holds scale={scale!r}: it must be above 0")
         if self._dynamic:
-            self._scale, self._good_steps, self._next = scale, good_steps, None
+            self._scale, self._good_steps = scale, good_steps
+            self._outcomes.clear()

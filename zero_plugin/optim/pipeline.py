@@ -6,7 +6,7 @@ ATC'21, Algorithm 2, line 15), through two staging slabs of one block each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,13 @@ from zero_plugin.optim.plan import BlockPlan, StepPlan
 from zero_plugin.optim.rule import Rule
 from zero_plugin.runtime.backend import Backend, Memory
 from zero_plugin.runtime.buffers import Lease, SlabPool
+from zero_plugin.runtime.memory import round_to_pages
 from zero_plugin.runtime.operations import Collective, Copy, Update
 from zero_plugin.runtime.ticket import Ticket
 from zero_plugin.sharding.group import ProcessGroup
 from zero_plugin.sharding.partition import Block, rebuild, unpack_pairs
+
+_SLABS = 2
 
 
 class StepPipeline:
@@ -64,18 +67,28 @@ class StepPipeline:
         self._outputs: SlabPool | None = None
         self._inputs: SlabPool | None = None
 
-    def add_blocks(self, states: Mapping[int, BlockStates]) -> None:
+    def planned(self, blocks: Sequence[Block]) -> int:
+        """Bytes of staging in the optimizer's tier with these blocks."""
+        return sum(_SLABS * round_to_pages(size) for size in self._sizes(blocks) if size)
+
+    def add_blocks(self, blocks: Sequence[Block]) -> None:
         """Reserve staging for the largest block."""
-        blocks = [item.block for item in states.values()]
+        outputs, inputs = self._sizes(blocks)
         memory: Memory = "device" if self._tier == "device" else "host"
-        low = [
-            block.chunk * block.dtype.itemsize for block in blocks if block.dtype != torch.float32
+        if outputs:
+            self._outputs = self._reserve(self._outputs, "updated weights", outputs, memory)
+        if inputs:
+            self._inputs = self._reserve(self._inputs, "gradients for the update", inputs, memory)
+
+    def _sizes(self, blocks: Sequence[Block]) -> tuple[int, int]:
+        """Bytes of the largest low-precision chunk to write, and of the largest gradient to fetch."""
+        outputs = [
+            block.chunk * block.dtype.itemsize
+            for block in blocks
+            if block.dtype != torch.float32 and self._tier == "host"
         ]
-        if low and self._tier == "host":
-            self._outputs = self._reserve(self._outputs, "updated weights", max(low), memory)
-        if self._gradients.tier != self._tier:
-            largest = max(block.chunk for block in blocks) * 4
-            self._inputs = self._reserve(self._inputs, "gradients for the update", largest, memory)
+        inputs = [block.chunk * 4 for block in blocks if self._gradients.tier != self._tier]
+        return max(outputs, default=0), max(inputs, default=0)
 
     @property
     def staging_bytes(self) -> int:
@@ -291,7 +304,7 @@ class StepPipeline:
             name=name,
             backend=self._backend,
             slab_bytes=nbytes,
-            slabs=2,
+            slabs=_SLABS,
             memory=memory,
             setting="bucket_bytes",
         )

@@ -92,7 +92,7 @@ _STEPS: Mapping[int, _Step] = {0: _adam, 1: _adagrad, 2: _lion, 3: _sgd}
 
 
 @torch.no_grad()
-def update(
+def update(  # noqa: PLR0913 - one argument a state, as the kernel's table has a column
     rule: Rule,
     *,
     master: Tensor,

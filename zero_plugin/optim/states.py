@@ -46,6 +46,7 @@ class OptimizerStates:
         self.rule: Rule | None = rule_for(optimizer)
         if self.rule is None:
             check_element_wise(optimizer)
+        self._foreign_names = [] if self.rule is not None else foreign_state_names(optimizer)
         self.blocks: dict[int, BlockStates] = {}
         self._steps: dict[int, int] = {}
 
@@ -57,7 +58,7 @@ class OptimizerStates:
     @property
     def num_states(self) -> int:
         """fp32 states an element has beside its master."""
-        return 0 if self.rule is None else len(self.rule.state_names)
+        return len(self._foreign_names if self.rule is None else self.rule.state_names)
 
     def add_blocks(self, blocks: Sequence[Block]) -> None:
         """Reserve states for new blocks and take over what the optimizer already holds for them."""
@@ -65,7 +66,7 @@ class OptimizerStates:
         fills = () if self.rule is None else tuple(self.rule.initial_state(group))
         for block in blocks:
             states = allocate_states(
-                self._backend, block, self._tier, num_states=self.num_states, fills=fills
+                self._backend, block, self._tier, num_states=len(fills), fills=fills
             )
             if self.rule is None:
                 masters = {i: states.master_view(i) for i in range(len(block.parameters))}
@@ -197,10 +198,8 @@ class OptimizerStates:
         if foreign is None:
             return []
         block = states.block
-        # Names must be the same on every rank, also on one that holds no element of the block.
-        names = foreign_state_names(self.optimizer)
         named: list[tuple[str, Tensor]] = []
-        for name in names:
+        for name in self._foreign_names:
             chunk = torch.zeros(
                 block.chunk, dtype=torch.float32, device=states.master_view(0).device
             )
@@ -215,17 +214,14 @@ class OptimizerStates:
         block, foreign = states.block, states.foreign
         if foreign is None:
             return [{} for _ in block.parameters]
-        found: list[dict[str, Any]] = []
-        for position in range(len(block.parameters)):
-            part = block.own_slice(position)
-            found.append(
-                {
-                    key: value
-                    for key, value in foreign.state(position).items()
-                    if not isinstance(value, Tensor) or (value.dim() == 0 and part.numel != 0)
-                }
-            )
-        return found
+        return [
+            {
+                key: value
+                for key, value in foreign.state(position).items()
+                if key not in self._foreign_names
+            }
+            for position in range(len(block.parameters))
+        ]
 
     def _load_member(self, states: BlockStates, position: int, entry: Mapping[str, Any]) -> None:
         block = states.block
@@ -246,17 +242,14 @@ class OptimizerStates:
                 if isinstance(value, Tensor):
                     block.own_view(chunk, position).copy_(sliced(value))
         elif states.foreign is not None:
-            values = {key: value for key, value in entry.items() if key != MASTER_KEY}
-            shape = tuple(member.parameter.shape)
-            states.foreign.load(
-                position,
-                {
-                    key: sliced(value)
-                    if isinstance(value, Tensor) and tuple(value.shape) == shape and value.dim()
-                    else value
-                    for key, value in values.items()
-                },
-            )
+            values = {
+                key: sliced(value)
+                if key in self._foreign_names and isinstance(value, Tensor)
+                else value
+                for key, value in entry.items()
+                if key != MASTER_KEY
+            }
+            states.foreign.load(position, values)
 
     def _reset_member(self, states: BlockStates, position: int) -> None:
         block = states.block
@@ -355,7 +348,10 @@ class OptimizerStates:
 
 
 def foreign_state_names(optimizer: Optimizer) -> list[str]:
-    """Names of the element-wise states a torch optimizer makes, found by stepping a small copy of it."""
+    """Names of the element-wise states a torch optimizer makes, found by stepping a small copy of it.
+
+    The same on every rank, also on one that holds no element of a parameter.
+    """
     probe = torch.nn.Parameter(torch.ones(3, device="cpu"))
     options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     clone = clone_optimizer(optimizer, [probe], options)
@@ -364,5 +360,5 @@ def foreign_state_names(optimizer: Optimizer) -> list[str]:
     return [
         name
         for name, value in clone.state[probe].items()
-        if isinstance(value, Tensor) and value.dim() == 1
+        if isinstance(value, Tensor) and value.shape == probe.shape
     ]

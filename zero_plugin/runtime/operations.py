@@ -269,8 +269,16 @@ class NormPartials(_Base):
         return self.sources
 
     def run(self, kernels: KernelSet) -> list[Any]:
-        """Reads every source once."""
-        return [kernels.norm_partial(source) for source in self.sources]
+        """Reads every source once.
+
+        Returns:
+            The kernels' exact partials in host memory. For a device tensor, a float64 tensor there of sum of squares,
+            largest magnitude and count of non-finite elements, to be read once the ticket has ended.
+        """
+        return [
+            kernels.norm_partial(source) if source.is_cpu else _device_partial(source)
+            for source in self.sources
+        ]
 
 
 class CollectiveGroup(Protocol):
@@ -373,6 +381,14 @@ class Update(_Base):
     def run(self, kernels: KernelSet) -> None:
         """Updates."""
         self.updater.apply(kernels)
+
+
+def _device_partial(source: Tensor) -> Tensor:
+    values = source.to(torch.float64)
+    finite = torch.isfinite(values)
+    squares = torch.where(finite, values, 0.0).square().sum()
+    largest = values.abs().amax() if values.numel() else squares
+    return torch.stack([squares, largest, (~finite).sum().to(torch.float64)])
 
 
 def copy_tensor(kernels: KernelSet, destination: Tensor, source: Tensor) -> None:

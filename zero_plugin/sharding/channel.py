@@ -208,9 +208,9 @@ class Channel:
         mail = self._mail
         if mail is not None:
             with suppress(RuntimeError):
-                mail.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], self.peers[0], _INTERRUPT_TAG).wait(
-                    _MOMENT
-                )
+                mail.recv(
+                    [torch.empty(1, dtype=torch.uint8, device="cpu")], self.peers[0], _INTERRUPT_TAG
+                ).wait(_MOMENT)
 
     # ------------------------------------------------------------------ headers
 
