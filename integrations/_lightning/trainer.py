@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from zero_plugin.engine import ZeroEngine
-from zero_plugin.errors import CheckpointError
+from zero_plugin.errors import CheckpointError, ZeroError
 from zero_plugin.integrations._lightning.common import (
     EngineSlots,
     PrecisionPlugins,
@@ -216,7 +217,12 @@ class TrainerStrategy(Base):
         optimizer = _unwrap(optimizer)
         engine = self._slots.of(optimizer)
         if engine is not None:
-            return engine.optimizer_state_dict(optimizer, rank0_only=True)
+            try:
+                return engine.optimizer_state_dict(optimizer, rank0_only=True)
+            except BaseException:
+                if self._all_failed:
+                    self._close_engine()  # the Trainer does not reach its own teardown then
+                raise
         if self._kept is not None and self._kept.holds(optimizer):
             return self._kept.state_dict(optimizer, rank0_only=True)
         return super().optimizer_state(optimizer)
@@ -263,12 +269,17 @@ class TrainerStrategy(Base):
         trainer = self._require(self.lightning_module).trainer
         if engine is None or self._all_failed or trainer.state.status.value != "interrupted":
             return
-        engine.abort_step()
-        if self.world_size > 1:
-            self._wait_for_failed_ranks()
+        _drop_step(engine)
+        if self.world_size > 1 and not self._every_rank_failed():
+            self._close_engine()  # the Trainer does not reach its own teardown when a callback raises
+            raise CheckpointError(
+                f"no checkpoint was saved on the exception of rank {self.global_rank}: optimizer states are sharded, "
+                f"and not all of the {self.world_size} ranks failed within {EXCEPTION_SECONDS:.0f} s. "
+                "Resume from the last regular checkpoint"
+            )
         self._all_failed = True
 
-    def _wait_for_failed_ranks(self) -> None:
+    def _every_rank_failed(self) -> bool:
         store: Any = torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001
         # Counted in the store, since a process may train, fail and train again.
         count = store.add(f"zero_plugin/exceptions/{self.global_rank}", 1)
@@ -276,20 +287,19 @@ class TrainerStrategy(Base):
         store.set(keys[self.global_rank], "failed")
         try:
             store.wait(keys, timedelta(seconds=EXCEPTION_SECONDS))
-        except RuntimeError as error:
-            self._close_engine()  # the Trainer does not reach its own teardown when a callback raises
-            raise CheckpointError(
-                f"no checkpoint was saved on the exception of rank {self.global_rank}: optimizer states are sharded, "
-                f"and not all of the {self.world_size} ranks failed within {EXCEPTION_SECONDS:.0f} s. "
-                "Resume from the last regular checkpoint"
-            ) from error
+            found = "save"
+        except RuntimeError:
+            found = "give up"
+        # A rank may come just as another stops waiting: what the first of them says holds for all.
+        return store.compare_set(f"zero_plugin/exception/{count}", "", found) == b"save"
 
     # ------------------------------------------------------------------ end
 
     def on_exception(self, exception: BaseException) -> None:
         """Drop the step that was under way."""
-        for engine in self._slots.engines:
-            engine.abort_step()
+        engine = self._slots.only
+        if engine is not None:
+            _drop_step(engine)
         super().on_exception(exception)
 
     def teardown(self) -> None:
@@ -314,6 +324,13 @@ class TrainerStrategy(Base):
                 "the strategy was used before the Trainer connected it: call it through the Trainer"
             )
         return value
+
+
+def _drop_step(engine: ZeroEngine) -> None:
+    try:
+        engine.abort_step()
+    except ZeroError as error:  # the exception that broke the step is the one to raise
+        logging.getLogger("zero_plugin").warning("while a step was dropped: %s", error)
 
 
 def _unwrap(optimizer: Any) -> Any:

@@ -333,7 +333,8 @@ def failing(rank: int, size: int, folder: Path, who: list[int]) -> str:
             callbacks=[saver(folder, save_on_exception=True)],
         )
     assert time.monotonic() - begin < 40
-    assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
+    names = [thread.name for thread in threading.enumerate()]
+    assert names == ["MainThread"], f"{names} after {caught.value!r}"
     if isinstance(caught.value, CheckpointError):
         assert isinstance(caught.value.__context__, Exception)
     return f"{type(caught.value).__name__}: {caught.value}"
