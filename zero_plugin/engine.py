@@ -10,15 +10,15 @@ import math
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from zero_plugin.budget import Budget
 from zero_plugin.config import Tier, ZeroConfig
 from zero_plugin.errors import (
-    BudgetError,
     EngineStateError,
     NonFiniteGradientError,
 )
@@ -90,6 +90,7 @@ class ZeroEngine:
         self._closed = False
         self._resources = Resources.open(self.config, self._device)
         self._roster = Roster(model, self.optimizers)
+        self._budget = Budget(self.config)
         self._scaler = LossScaler(self.config.loss_scale)
         self._nonfinite = NonFinitePolicy(self.config, self._scaler)
         self._clipper = Clipper()
@@ -121,9 +122,7 @@ class ZeroEngine:
         """Wire the parts that move gradients and weights."""
         config, group, backend = self.config, self._resources.group, self._resources.backend
         dtype = DTYPES[config.gradient_dtype] if config.gradient_dtype else None
-        self._gradients = GradientShards(
-            backend, config.gradients, dtype, self._permit_accumulation
-        )
+        self._gradients = GradientShards(backend, config.gradients, dtype, self._budget)
         self._buckets = Buckets(backend, DTYPES[config.reduce_dtype], group.size)
         self._reducer = GradientReducer(
             backend, group, self._gradients, self._buckets, config, self._scaler
@@ -574,7 +573,7 @@ class ZeroEngine:
             wire_bytes=DTYPES[self.config.reduce_dtype].itemsize,
             limit=self.config.bucket_size,
         )
-        self._check_budget(blocks)
+        self._plan_budget(blocks)
         with torch.inference_mode(mode=False), torch.no_grad():
             self._reducer.end_backward()
             self._roster.admit(members, blocks)
@@ -587,11 +586,14 @@ class ZeroEngine:
             for member in members:
                 self._hooks.attach(member)
 
-    def _check_budget(self, blocks: Sequence[Block]) -> None:
-        """Refuse before allocating when the states and buffers would not fit a limit."""
+    def _plan_budget(self, blocks: Sequence[Block]) -> None:
+        """Refuse new blocks before allocating when their states and buffers would not fit a limit."""
         config, every = self.config, [*self._roster.blocks, *blocks]
         held = self.memory()
-        need = {tier: sum(held[tier].values()) - held[tier]["staging"] for tier in held}
+        need: dict[Tier, int] = {
+            "device": sum(held["device"].values()) - held["device"]["staging"],
+            "host": sum(held["host"].values()) - held["host"]["staging"],
+        }
         for block in blocks:
             aliased = config.optimizer == "device" and block.dtype == torch.float32
             count = self._states[block.optimizer].num_states + (not aliased)
@@ -599,21 +601,7 @@ class ZeroEngine:
             need[config.gradients] += max(block.chunk * self._gradients.dtype(block).itemsize, 64)
         need[config.optimizer] += self._pipeline.planned(every)
         need["device"] += self._buckets.planned(every)
-        for tier in ("device", "host"):
-            self._permit(tier, need[tier])
-
-    def _permit(self, tier: Tier, need: int) -> None:
-        limit = self.config.limit(tier)
-        if limit is not None and need > limit:
-            raise BudgetError(
-                f"the states and buffers need {need:,} bytes of {tier} memory on rank {self.rank}, and {tier}_limit is "
-                f"{limit:,}: raise it, use more processes, a smaller bucket_bytes, or place optimizer or gradients elsewhere"
-            )
-
-    def _permit_accumulation(self, more: int) -> None:
-        """Before a buffer is made that only gradient accumulation needs."""
-        tier = self.config.gradients
-        self._permit(tier, sum(self.memory()[tier].values()) + more)
+        self._budget.plan(need)
 
     def _equalise_ranks(self) -> None:
         """Make parameters and buffers equal to rank 0's, as DistributedDataParallel does."""

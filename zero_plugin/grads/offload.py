@@ -7,13 +7,14 @@ precision, and a run without accumulation never pays for the wider buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zero_plugin.budget import Budget
 from zero_plugin.config import Tier
 from zero_plugin.grads.norm import NormSummary, merge_partials, read_partial
 from zero_plugin.runtime.backend import Backend, Ticket
@@ -57,7 +58,7 @@ class GradientShards:
         backend: lanes and memory.
         tier: where the chunks lie, `device` or `host`.
         gradient_dtype: dtype of a contribution, or None for the parameter's own.
-        permit: called with the bytes of a buffer that only accumulation needs, before it is made; raises BudgetError.
+        budget: asked before a buffer is made that only accumulation needs.
     """
 
     def __init__(
@@ -65,9 +66,9 @@ class GradientShards:
         backend: Backend,
         tier: Tier,
         gradient_dtype: torch.dtype | None,
-        permit: Callable[[int], None],
+        budget: Budget,
     ) -> None:
-        self._permit = permit
+        self._budget = budget
         self._backend = backend
         self._tier: Tier = tier
         self._gradient_dtype = gradient_dtype
@@ -246,7 +247,7 @@ class GradientShards:
 
     def _wide(self, block: Block, shard: _Shard) -> Tensor:
         if shard.wide is None:
-            self._permit(block.chunk * 4)
+            self._budget.take(self._tier, block.chunk * 4)
             shard.wide = self._allocate(block.chunk, torch.float32)
         return shard.wide
 
@@ -273,7 +274,7 @@ class GradientShards:
             self._staging.close()
             self._staging = None
         if self._staging is None:
-            self._permit(2 * round_to_pages(largest))
+            self._budget.take(self._tier, 2 * round_to_pages(largest))
             self._staging = SlabPool(
                 name="gradient staging",
                 backend=self._backend,
