@@ -67,6 +67,7 @@ class FabricStrategy(Base):
     ) -> None:
         self._config = build_config(config, settings)
         self._slots = EngineSlots()
+        optional: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -75,7 +76,7 @@ class FabricStrategy(Base):
             precision=precision,
             process_group_backend=process_group_backend,
             start_method=start_method,
-            **({} if timeout is None else {"timeout": timeout}),
+            **optional,
         )
         self._backward_sync_control = self.spelling.sync_control(self._slots)
 
@@ -125,7 +126,7 @@ class FabricStrategy(Base):
         self._slots.engines.append(engine)
         return module, optimizers, scheduler
 
-    def setup_module(self, module: nn.Module) -> nn.Module:
+    def setup_module(self, module: nn.Module) -> Any:
         """Set a module up for inference: same weights on every rank, no engine."""
         check_device_can(str(self.precision.precision), self.root_device)
         if torch.distributed.is_initialized():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.fabric.plugins.precision.amp import MixedPrecision
 from lightning.fabric.plugins.precision.half import HalfPrecision
 from lightning.fabric.plugins.precision.precision import Precision
@@ -25,7 +27,7 @@ class ZeroMixedPrecision(FabricPrecision, MixedPrecision):
         device: device type for autocast.
     """
 
-    def __init__(self, precision: str, device: str) -> None:
+    def __init__(self, precision: Any, device: str) -> None:
         # The stock constructor makes a GradScaler for fp16, which warns where there is no CUDA.
         super().__init__("bf16-mixed", device)
         self.precision = precision

@@ -1,6 +1,11 @@
 """The Fabric strategy for `lightning_fabric`."""
 
+# The mixins are typed against the other spelling, whose classes have the same members under other names.
+# pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
+
 from __future__ import annotations
+
+from typing import Any
 
 from lightning_fabric.plugins.precision.amp import MixedPrecision
 from lightning_fabric.plugins.precision.half import HalfPrecision
@@ -25,7 +30,7 @@ class ZeroMixedPrecision(FabricPrecision, MixedPrecision):
         device: device type for autocast.
     """
 
-    def __init__(self, precision: str, device: str) -> None:
+    def __init__(self, precision: Any, device: str) -> None:
         # The stock constructor makes a GradScaler for fp16, which warns where there is no CUDA.
         super().__init__("bf16-mixed", device)
         self.precision = precision

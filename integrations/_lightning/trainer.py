@@ -84,6 +84,7 @@ class TrainerStrategy(Base):
         self._accumulates = False
         self._buffers_are_due = True
         self._all_failed = False
+        optional: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -92,7 +93,7 @@ class TrainerStrategy(Base):
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             start_method=start_method,
-            **({} if timeout is None else {"timeout": timeout}),
+            **optional,
         )
 
     # ------------------------------------------------------------------ what users may look at

@@ -258,9 +258,9 @@ def misuse(rank: int, size: int) -> None:
     with pytest.raises(ConfigError, match="did you mean 'stage'"):
         FabricZeroOffloadStrategy(stages=2)
     scaled = make_fabric("zero_2", size, precision="16-true")
-    for _ in range(2):
-        other = network()
-        other, _ = scaled.setup(other, sgd(other.parameters()))
+    first, second = network(), network()
+    scaled.setup(first, sgd(first.parameters()))
+    other, _ = scaled.setup(second, sgd(second.parameters()))
     scaled.strategy.engines[1].load_loss_scale_state({"scale": 4.0, "good_steps": 0})
     with pytest.raises(ConfigError, match="does not say which"):
         scaled.backward(other(torch.ones(1, 8)).sum())
@@ -293,7 +293,7 @@ def compiled(rank: int, size: int) -> None:
     with warnings.catch_warnings():
         fabric = make_fabric("zero_offload", size)
         warnings.simplefilter("ignore")
-        model = torch.compile(network(), backend="eager")
+        model: Any = torch.compile(network(), backend="eager")
         model, optimizer = fabric.setup(model, sgd(model.parameters()))
         before = loss_of(model, next(iter(data()))).detach()
         for batch in data():

@@ -104,7 +104,10 @@ def test_scripts_with_two_devices(tmp_path: Path) -> None:
     assert forked["strategy"].endswith("trainer_pytorch_lightning")
     assert started["optimizer"] == "ZeroAdamW"
     assert started["steps"] == 4
-    for values in (started, forked):  # of a forked run Lightning brings back weights and metrics only
+    for values in (
+        started,
+        forked,
+    ):  # of a forked run Lightning brings back weights and metrics only
         assert values["world"] == 2
         assert 0.3 < values["loss"] < 1.0
     assert started["sum"] == forked["sum"]
