@@ -272,6 +272,8 @@ def train(strategy: str, settings: Settings, *, accelerator: str, devices: int) 
         DataLoader(Reviews(training, settings.max_length), batch_size=share),
         validation_loader,
     )
+    if series.accuracy_steps[-1] != settings.steps:
+        trainer.validate(model, validation_loader, verbose=False)
     return series
 
 
