@@ -106,7 +106,9 @@ def test_a_gradient_penalty() -> None:
             inputs = features(step).requires_grad_()
             output = session.model(inputs).sum()
             (slope,) = torch.autograd.grad(output, inputs, create_graph=True)
-            session.backward(mlp_loss(session.model, step) + (slope.norm(dim=1) - 1).square().mean())
+            session.backward(
+                mlp_loss(session.model, step) + (slope.norm(dim=1) - 1).square().mean()
+            )
             session.update()
 
     assert_like_plain_torch(TinyMLP, script)
@@ -133,12 +135,7 @@ def test_backward_with_create_graph() -> None:
     assert_like_plain_torch(TinyMLP, script)
 
 
-LOST = pytest.mark.xfail(strict=True, reason="BUG 3")
-
-
-@pytest.mark.parametrize(
-    "when", ["before", pytest.param("between", marks=LOST), pytest.param("after", marks=LOST)]
-)
+@pytest.mark.parametrize("when", ["before", "between", "after"])
 def test_autograd_grad_on_the_weights_leaves_their_gradients_alone(when: str) -> None:
     def look(session: Session) -> None:
         found = torch.autograd.grad(mlp_loss(session.model, 9), list(session.model.parameters()))
@@ -205,12 +202,11 @@ class Checkpointed(nn.Module):
         return self.second(hidden)
 
 
-@pytest.mark.parametrize(
-    "reentrant",
-    [pytest.param(True, marks=pytest.mark.xfail(strict=True, reason="BUG 4")), False],
-)
+@pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_weight_used_in_two_checkpoints_and_once_outside(reentrant: bool, accumulate: int) -> None:
+def test_a_weight_used_in_two_checkpoints_and_once_outside(
+    reentrant: bool, accumulate: int
+) -> None:
     def script(session: Session) -> None:
         for step in range(3):
             for micro in range(accumulate):
@@ -348,7 +344,9 @@ def test_the_stand_in_answers_metadata_and_refuses_values() -> None:
 
 USES: dict[str, Callable[[nn.Module], Any]] = {
     "clip_grad_norm_": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
-    "clip_grad_norm_ foreach": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0, foreach=True),
+    "clip_grad_norm_ foreach": lambda m: nn.utils.clip_grad_norm_(
+        m.parameters(), 1.0, foreach=True
+    ),
     "clip_grad_value_": lambda m: nn.utils.clip_grad_value_(m.parameters(), 1.0),
     "arithmetic": lambda m: m.first.weight.grad * 2,
     "in place": lambda m: m.first.weight.grad.mul_(2),
@@ -442,7 +440,6 @@ def test_every_way_to_clear_gradients(clear: str, when: str) -> None:
     assert_like_plain_torch(TinyMLP, script)
 
 
-@pytest.mark.xfail(strict=True, reason="BUG 5")
 def test_a_step_without_a_backward_changes_nothing() -> None:
     def script(session: Session) -> None:
         session.optimizer.step()
@@ -456,10 +453,7 @@ def test_a_step_without_a_backward_changes_nothing() -> None:
     assert_like_plain_torch(TinyMLP, script)
 
 
-@pytest.mark.parametrize(
-    "after_backward",
-    [False, pytest.param(True, marks=pytest.mark.xfail(strict=True, reason="BUG 6"))],
-)
+@pytest.mark.parametrize("after_backward", [False, True])
 def test_gradients_that_user_code_sets(after_backward: bool) -> None:
     def script(session: Session) -> None:
         for step in range(3):

@@ -184,9 +184,7 @@ def test_all_stages_agree_on_several_ranks(size: int, dtype: str) -> None:
 @pytest.mark.dist
 @pytest.mark.parametrize("size", [2, 3])
 def test_accumulation_on_several_ranks(size: int) -> None:
-    recipe = Recipe(
-        steps=4, width=12, layers=1, clip=0.5, accumulate=3, dtype=torch.bfloat16
-    )
+    recipe = Recipe(steps=4, width=12, layers=1, clip=0.5, accumulate=3, dtype=torch.bfloat16)
     settings = rank_variations(stages=(2,)) + rank_variations(stages=(0, 1))[::2]
     results = ranks(size, run_variations, recipe, settings, deadline=100.0)
     for stages in ((2,), (0, 1)):

@@ -61,7 +61,9 @@ def test_non_finite_raises_where_asked(value: float) -> None:
     with engine_for(model, nonfinite="raise") as (engine, optimizer):
         before = snapshot(model)
         engine.backward(poison(model, value))
-        with pytest.raises(NonFiniteGradientError, match=r"first\.weight.*no weight was changed.*propagate"):
+        with pytest.raises(
+            NonFiniteGradientError, match=r"first\.weight.*no weight was changed.*propagate"
+        ):
             optimizer.step()
         assert_same_bits(snapshot(model), before)
         optimizer.zero_grad()
@@ -76,7 +78,9 @@ def test_non_finite_propagates_as_in_plain_torch(value: float) -> None:
         session.update()
         session.backward(poison(session.model, value))
         session.update()
-        session.notes.append(session.model.first.weight.isnan() | session.model.first.weight.isinf())
+        session.notes.append(
+            session.model.first.weight.isnan() | session.model.first.weight.isinf()
+        )
 
     settings = ({"nonfinite": "propagate", "backend": "threads", "bucket_bytes": 256},)
     assert_like_plain_torch(TinyMLP, script, settings=settings)
@@ -151,10 +155,7 @@ def fp16_like_loss(model: TinyMLP, step: int, *, overflow: bool) -> Tensor:
     return poison(model, float("inf")) if overflow else mlp_loss(model, step)
 
 
-@pytest.mark.parametrize(
-    "plain_backward",
-    [False, pytest.param(True, marks=pytest.mark.xfail(strict=True, reason="BUG 8"))],
-)
+@pytest.mark.parametrize("plain_backward", [False, True])
 def test_dynamic_scale_moves_as_torchs_grad_scaler(plain_backward: bool, monkeypatch: Any) -> None:
     monkeypatch.setattr("zero_plugin.grads.scaler._GROWTH_INTERVAL", 2)
     torch.manual_seed(0)
@@ -162,7 +163,10 @@ def test_dynamic_scale_moves_as_torchs_grad_scaler(plain_backward: bool, monkeyp
     twin.load_state_dict(model.state_dict())
     other = exact_sgd(twin.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0, growth_interval=2)
-    with engine_for(model, exact_sgd(model.parameters()), loss_scale="dynamic") as (engine, optimizer):
+    with engine_for(model, exact_sgd(model.parameters()), loss_scale="dynamic") as (
+        engine,
+        optimizer,
+    ):
         for step, overflow in enumerate(OVERFLOWS):
             loss = fp16_like_loss(model, step, overflow=overflow)
             if plain_backward:
@@ -180,7 +184,6 @@ def test_dynamic_scale_moves_as_torchs_grad_scaler(plain_backward: bool, monkeyp
             assert_same_bits(snapshot(model), snapshot(twin), f"step {step}: ")
 
 
-@pytest.mark.xfail(strict=True, reason="BUG 9")
 def test_two_optimizers_move_the_scale_once_a_step() -> None:
     model = TinyMLP()
     parts = [exact_sgd(model.first.parameters()), exact_sgd(model.second.parameters())]

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zero_plugin import Lion
 from zero_plugin.engine import ZeroEngine
-from zero_plugin.errors import CheckpointError, EngineStateError, OptimizerError
+from zero_plugin.errors import CheckpointError, EngineStateError, OptimizerError, ZeroError
 
 # Without a compiled rule: torch's own code runs on the slices, so bits are torch's ---------------------------------------
 
@@ -55,8 +55,13 @@ def test_other_element_wise_optimizers_are_torchs_bit_for_bit(name: str) -> None
     assert_like_plain_torch(OddMLP, train_odd, FOREIGN[name])
 
 
-@pytest.mark.xfail(strict=True, reason="BUG 7")
-@pytest.mark.parametrize("name", list(FOREIGN))
+SCALARS = pytest.mark.xfail(strict=True, reason="BUG 18")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=SCALARS if name in ("NAdam", "ASGD") else ()) for name in FOREIGN],
+)
 def test_states_of_other_optimizers_survive_a_round_trip(name: str) -> None:
     def run(*, interrupted: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         torch.manual_seed(0)
@@ -165,7 +170,7 @@ def test_the_optimizer_stays_the_users_object() -> None:
         assert all(a is b for a, b in zip(group["params"], parameters, strict=True))
         assert "AdamW" in repr(optimizer)
         assert engine.optimizers == (optimizer,)
-        with pytest.raises(EngineStateError, match="already belongs to an engine"):
+        with pytest.raises(ZeroError, match="already belongs to a"):
             ZeroEngine(model, optimizer)
         with pytest.raises(EngineStateError, match="not one of this engine's optimizers"):
             engine.clip_grad_norm_(1.0, optimizer=adamw(model.parameters()))
@@ -300,7 +305,9 @@ def branch_steps(model: nn.Module, optimizer: Any, backward: Any, steps: range) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", list(MAKERS))
-def test_resuming_from_state_dicts_is_bit_exact(name: str, dtype: torch.dtype, tmp_path: Any) -> None:
+def test_resuming_from_state_dicts_is_bit_exact(
+    name: str, dtype: torch.dtype, tmp_path: Any
+) -> None:
     def start(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
         model = BranchMLP().to(dtype)
@@ -319,7 +326,9 @@ def test_resuming_from_state_dicts_is_bit_exact(name: str, dtype: torch.dtype, t
     model, optimizer = start(0)
     with engine_for(model, optimizer) as (engine, _):
         advance(model, engine, optimizer, range(3))
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c")
+        torch.save(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c"
+        )
         advance(model, engine, optimizer, range(3, 6))
         expected = snapshot(model), optimizer.state_dict()
     saved = torch.load(tmp_path / "c", weights_only=True)

@@ -29,9 +29,7 @@ def ranks(size: int, function: Callable[..., Any], *args: Any, **options: Any) -
 
 def config(**settings: Any) -> ZeroConfig:
     """Settings for tests: several blocks, few threads, a short deadline."""
-    return ZeroConfig(
-        **{"bucket_bytes": SMALL, "threads": 1, "timeout_seconds": 30.0, **settings}
-    )
+    return ZeroConfig(**{"bucket_bytes": SMALL, "threads": 1, "timeout_seconds": 30.0, **settings})
 
 
 def adamw(parameters: Any, **options: Any) -> torch.optim.AdamW:
@@ -121,7 +119,9 @@ def train(recipe: Recipe, *, rank: int = 0, **settings: Any) -> Outcome:
     return outcome
 
 
-def train_plain(recipe: Recipe, *, wrap: Callable[[nn.Module], nn.Module] | None = None, rank: int = 0) -> Outcome:
+def train_plain(
+    recipe: Recipe, *, wrap: Callable[[nn.Module], nn.Module] | None = None, rank: int = 0
+) -> Outcome:
     """Train the same in plain torch, or in what `wrap` makes of the model."""
     model = recipe.model()
     forward: nn.Module = wrap(model) if wrap else model
@@ -165,7 +165,9 @@ def assert_same_bits(one: Any, other: Any, what: str = "") -> None:
         if isinstance(value, Tensor):
             assert value.dtype == expected.dtype, f"{what}{key}: {value.dtype}, {expected.dtype}"
             assert value.shape == expected.shape, f"{what}{key}: {value.shape}, {expected.shape}"
-            a, b = (item.detach().contiguous().view(-1).view(torch.uint8) for item in (value, expected))
+            a, b = (
+                item.detach().contiguous().view(-1).view(torch.uint8) for item in (value, expected)
+            )
             if not torch.equal(a, b):
                 worst = (value.double() - expected.double()).abs().max().item()
                 raise AssertionError(f"{what}{key} differs by {worst:.3g}")
