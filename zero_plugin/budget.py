@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from zero_plugin.config import Tier, ZeroConfig
 from zero_plugin.errors import BudgetError
+from zero_plugin.runtime.memory import available_host_bytes
 
 
 class Budget:
@@ -30,10 +31,17 @@ class Budget:
             need: bytes of all states and buffers in each tier.
 
         Raises:
-            BudgetError: a limit is exceeded; nothing is taken then.
+            BudgetError: a limit, or what the machine has left, is exceeded; nothing is taken then.
         """
         for tier, nbytes in need.items():
             self._check(tier, nbytes)
+        available = available_host_bytes()
+        more = need.get("host", 0) - self._taken["host"]
+        if available is not None and more > available:
+            raise BudgetError(
+                f"the states and buffers need {more:,} more bytes of host memory on this rank, and the system has "
+                f"{available:,} left: use more processes, a smaller bucket_bytes, or place optimizer or gradients elsewhere"
+            )
         self._taken.update(need)
 
     def take(self, tier: Tier, nbytes: int) -> None:

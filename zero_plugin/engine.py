@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,7 +109,7 @@ class ZeroEngine:
                 OptimizerStates(item, self._resources.backend, self.config.optimizer)
                 for item in self.optimizers
             ]
-            check_same_setup(self._resources.group, describe(self.config, self.optimizers, model))
+            check_same_setup(self._resources.control, describe(self.config, self.optimizers, model))
             self._equalise_ranks()
             self._manage(members)
             for item in self.optimizers:
@@ -121,14 +121,15 @@ class ZeroEngine:
     def _assemble(self) -> None:
         """Wire the parts that move gradients and weights."""
         config, group, backend = self.config, self._resources.group, self._resources.backend
+        control = self._resources.control
         dtype = DTYPES[config.gradient_dtype] if config.gradient_dtype else None
         self._gradients = GradientShards(backend, config.gradients, dtype, self._budget)
         self._buckets = Buckets(backend, DTYPES[config.reduce_dtype], group.size)
         self._reducer = GradientReducer(
-            backend, group, self._gradients, self._buckets, config, self._scaler
+            backend, group, control, self._gradients, self._buckets, config, self._scaler
         )
         self._agreement = GradientAgreement(
-            group,
+            control,
             self._reducer,
             self._gradients,
             self._roster.of,
@@ -163,6 +164,11 @@ class ZeroEngine:
         An exception in the backward drops the gradients of the step and is raised on.
         """
         self._check_open("backward")
+        if torch.compiler.is_compiling():
+            raise EngineStateError(
+                "engine.backward cannot be traced by torch.compile: compile the model (or its blocks), and call backward and "
+                "step outside the compiled function"
+            )
         self._manage(self._roster.newcomers())
         self._hooks.announced = True
         try:
@@ -294,6 +300,9 @@ class ZeroEngine:
         A gradient no rank has is None. Writes are not carried into the step.
         """
         self._check_open("full_grads")
+        if self._reducer.showing:
+            yield
+            return
         stand_ins: list[tuple[ManagedParameter, Tensor | None]] = []
         with torch.inference_mode(mode=False), torch.no_grad():
             self._manage(self._roster.newcomers())
@@ -343,7 +352,7 @@ class ZeroEngine:
         states = self._states[self._number(optimizer)]
         with torch.inference_mode(mode=False), torch.no_grad():
             states.import_weights(
-                self._roster.take_foreign_writes(self._number(optimizer), self._resources.group)
+                self._roster.take_foreign_writes(self._number(optimizer), self._resources.control)
             )
             return states.state_dict(
                 self._pipeline.gather_chunk,
@@ -359,7 +368,7 @@ class ZeroEngine:
         self._check_open("load_optimizer_state_dict")
         number = self._number(optimizer)
         with torch.inference_mode(mode=False), torch.no_grad():
-            written = self._roster.take_foreign_writes(number, self._resources.group)
+            written = self._roster.take_foreign_writes(number, self._resources.control)
             self._states[number].import_weights(written)
             self._states[number].load_state_dict(state)
             for ours, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
@@ -465,17 +474,20 @@ class ZeroEngine:
         if self._closed:
             return
         self._closed = True
-        if self._buffer_hook is not None:
-            self._buffer_hook.remove()
-        for item in self.optimizers:
-            if getattr(item, "zero_host", None) is self:
-                facade.release(item)
-        self._reducer.release()
-        if self._resources.group.size == 1:
-            self._resources.backend.settle()
-        for part in (self._buckets, self._gradients, self._pipeline):
-            part.close()
-        self._finalizer()
+        with ExitStack() as stack:
+            # Last first; each is done whatever the others raise.
+            stack.callback(self._finalizer)
+            for part in (self._pipeline, self._gradients, self._buckets):
+                stack.callback(part.close)
+            stack.callback(self._resources.backend.settle)
+            # A lane may be waiting for a rank that will not come.
+            stack.callback(self._resources.group.close)
+            stack.callback(self._reducer.release)
+            if self._buffer_hook is not None:
+                stack.callback(self._buffer_hook.remove)
+            for item in self.optimizers:
+                if getattr(item, "zero_host", None) is self:
+                    facade.release(item)
 
     def __enter__(self) -> Self:
         """The engine itself."""
@@ -536,7 +548,7 @@ class ZeroEngine:
 
     def _update(self, number: int, summary: Summary, clip: Clip) -> None:
         states = self._states[number]
-        states.import_weights(self._roster.take_foreign_writes(number, self._resources.group))
+        states.import_weights(self._roster.take_foreign_writes(number, self._resources.control))
         plan = states.plan(lambda index: index in summary.present)
         for ticket in self._pipeline.run(plan, states.blocks, states.rule, clip):
             ticket.on(self._resources.backend.compute)
@@ -552,9 +564,8 @@ class ZeroEngine:
         self._learned_order = True
         order = self._reducer.completion_order
         if self._resources.group.size > 1:
-            order = self._resources.group.exchange(
-                torch.tensor(order, dtype=torch.int64, device="cpu")
-            )[0].tolist()
+            mine = torch.tensor(order, dtype=torch.int64, device="cpu")
+            order = self._resources.control.exchange(mine, label="bucket order")[0].tolist()
         self._reducer.reorder(order)
 
     def _manage(self, members: list[ManagedParameter]) -> None:
@@ -609,7 +620,7 @@ class ZeroEngine:
             return
         with torch.inference_mode(mode=False), torch.no_grad():
             tensors = [item.data for item in (*self.model.parameters(), *self.model.buffers())]
-            self._resources.group.broadcast(tensors)
+            self._resources.control.broadcast(tensors)
         if self.config.broadcast_buffers and any(True for _ in self.model.buffers()):
             this = weakref.ref(self)
 
@@ -627,7 +638,7 @@ class ZeroEngine:
         """
         if self._resources.group.size > 1 and self.config.broadcast_buffers:
             with torch.inference_mode(mode=False), torch.no_grad():
-                self._resources.group.broadcast([item.data for item in self.model.buffers()])
+                self._resources.control.broadcast([item.data for item in self.model.buffers()])
 
     def before_forward(self) -> None:
         """Send rank 0's buffers before a training forward."""

@@ -17,10 +17,25 @@ def check_arguments(model: object, optimizer: object, config: object) -> tuple[O
     """The optimizers as a tuple.
 
     Raises:
-        ConfigError: an argument is of another type.
+        ConfigError: an argument is of another type, or the model is wrapped by another data-parallel engine.
+        ParameterError: a buffer cannot be sent to other ranks.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}: give the torch.nn.Module to train")
+    if type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
+        raise ConfigError(
+            f"model is wrapped in {type(model).__name__}: give the module inside (model.module); the engine reduces "
+            "gradients itself"
+        )
+    for name, buffer in model.named_buffers():
+        if buffer.layout != torch.strided or any(
+            size > 1 and stride == 0
+            for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
+        ):
+            raise ParameterError(
+                f"buffer {name!r} is sparse or expanded (layout {buffer.layout}, strides {buffer.stride()}), so it cannot be "
+                "sent to other ranks: register a dense copy (contiguous())"
+            )
     if config is not None and not isinstance(config, ZeroConfig):
         raise ConfigError(
             f"config is a {type(config).__name__}: give a ZeroConfig; ZeroConfig.from_dict reads a mapping"

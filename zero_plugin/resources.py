@@ -16,6 +16,7 @@ from zero_plugin.errors import ConfigError
 from zero_plugin.kernels import Kernels
 from zero_plugin.runtime.backend import Backend
 from zero_plugin.runtime.select import create_backend
+from zero_plugin.sharding.control import Control
 from zero_plugin.sharding.group import ProcessGroup
 from zero_plugin.trace import Ledger, Trace
 
@@ -28,6 +29,7 @@ class Resources:
         group: the ranks.
         kernels: compiled kernels with their own threads.
         backend: lanes and memory.
+        control: the ranks' small messages.
         ledger: byte counters.
         trace: the event log, or None.
         trace_path: where the log is written at the end, or None.
@@ -36,6 +38,7 @@ class Resources:
     group: ProcessGroup
     kernels: Kernels
     backend: Backend
+    control: Control
     ledger: Ledger
     trace: Trace | None
     trace_path: Path | None
@@ -75,6 +78,7 @@ class Resources:
             group=group,
             kernels=kernels,
             backend=backend,
+            control=Control(group, backend),
             ledger=ledger,
             trace=trace,
             trace_path=_trace_path(config, group),

@@ -11,7 +11,7 @@ from zero_plugin.grads.norm import NormSummary, merge_partials
 from zero_plugin.grads.offload import GradientShards
 from zero_plugin.grads.reducer import GradientReducer
 from zero_plugin.kernels import NormPartial
-from zero_plugin.sharding.group import ProcessGroup
+from zero_plugin.sharding.control import Control
 from zero_plugin.sharding.partition import Block
 
 
@@ -32,7 +32,7 @@ class GradientAgreement:
     """Brings ranks to the same gradients and exchanges norms and presence, once for each set of gradients.
 
     Args:
-        group: the ranks.
+        control: the ranks.
         reducer: joins outstanding reductions.
         shards: the reduced chunks.
         blocks_of: an optimizer's blocks, in forward order.
@@ -41,14 +41,14 @@ class GradientAgreement:
 
     def __init__(
         self,
-        group: ProcessGroup,
+        control: Control,
         reducer: GradientReducer,
         shards: GradientShards,
         blocks_of: Callable[[int], Sequence[Block]],
         *,
         sharded: bool,
     ) -> None:
-        self._group = group
+        self._control = control
         self._reducer = reducer
         self._shards = shards
         self._blocks_of = blocks_of
@@ -66,7 +66,7 @@ class GradientAgreement:
         norm = self._shards.summarise(blocks)
         members = [member.index for block in blocks for member in block.parameters]
         present = {index for index in members if self._reducer.local.is_present(index)}
-        if self._group.size > 1:
+        if self._control.size > 1:
             norm, present = self._exchange(norm, members, present)
         summary = Summary(norm=norm, present=frozenset(present))
         self._known[optimizer] = (self._reducer.local.generation, summary)
@@ -91,7 +91,9 @@ class GradientAgreement:
         flags = torch.tensor(
             [index in present for index in members], dtype=torch.int64, device="cpu"
         )
-        rows = self._group.exchange(torch.cat([norm.to_tensor(), flags]), label="norm and presence")
+        rows = self._control.exchange(
+            torch.cat([norm.to_tensor(), flags]), label="norm and presence"
+        )
         words = NormPartial.NUM_WORDS
         partials = [NormPartial.from_tensor(row[:words]) for row in rows]
         # Without sharding every rank holds the whole gradient, and all the same one.

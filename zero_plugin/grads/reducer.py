@@ -5,13 +5,13 @@ order the gradients come in. A block is launched when all its gradients are ther
 what is missing at the end of the outermost backward goes out with zeros. Gradients that come after their block was
 launched (a weight used again under a reentrant checkpoint) are kept and go out in one more round before the step.
 
-Ranks that ran fewer backwards than others join the rounds they missed, with zeros, before a step: every rank counts
-the collectives it issued, and the counts are exchanged.
+Ranks need not run the same number of backwards. Every round is announced to the others, and so is the step that follows
+the last one; a rank that is about to step while another announces a round joins it with zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +28,12 @@ from zero_plugin.runtime.backend import Backend
 from zero_plugin.runtime.buffers import Lease
 from zero_plugin.runtime.operations import Collective, Copy, Zero
 from zero_plugin.runtime.ticket import Ticket
+from zero_plugin.sharding.control import Control
 from zero_plugin.sharding.group import ProcessGroup
 from zero_plugin.sharding.partition import Block, pack
+
+_ROUND, _STEP = 1, 2
+"""What a rank announces: one more round, or the step."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,16 +52,18 @@ class GradientReducer:
     Args:
         backend: lanes and memory.
         group: the ranks.
+        control: announces rounds to them.
         shards: where the reduced chunks go.
         buckets: device buffers.
         config: what is sharded.
         scaler: knows whether the loss was scaled.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - the parts it connects
         self,
         backend: Backend,
         group: ProcessGroup,
+        control: Control,
         shards: GradientShards,
         buckets: Buckets,
         config: ZeroConfig,
@@ -65,6 +71,7 @@ class GradientReducer:
     ) -> None:
         self._backend = backend
         self._group = group
+        self._control = control
         self._shards = shards
         self._buckets = buckets
         self._scaler = scaler
@@ -78,8 +85,9 @@ class GradientReducer:
         self._fills: dict[int, _Fill] = {}
         self._next = 0
         self._open = False
-        self._issued = 0
-        self._forget_before = 0
+        self._announced: Ticket[list[Tensor]] | None = None
+        self._unsaid_clears: set[int] = set()
+        self._own_rounds = 0
         self._completed: list[int] = []
         self._exact = False
         self._last_copy: Ticket[Any] | None = None
@@ -169,6 +177,8 @@ class GradientReducer:
 
     def notice_user_writes(self) -> None:
         """See what user code did to `Parameter.grad`: set to None (`model.zero_grad()`), or to a gradient of its own."""
+        if self.showing:
+            return
         self._sync_clears()
         if self.local.foreign():
             self.local.touch()
@@ -196,26 +206,21 @@ class GradientReducer:
     def finalize(self) -> None:
         """Bring every rank to the same set of reduced gradients; all ranks call it."""
         self.end_backward()
-        self._sync_clears()
-        for index in self.local.foreign():
-            grad = self.local.take(index)
-            if grad is not None:
-                self.local.hold(index, grad)
+        self.notice_user_writes()
+        if not self.showing:
+            for index in self.local.foreign():
+                grad = self.local.take(index)
+                if grad is not None:
+                    self.local.hold(index, grad)
         if self.local:
             self._open_round()
             self.end_backward()
-        if self._group.size == 1:
-            return
-        counts = torch.tensor([self._issued, self._forget_before], dtype=torch.int64, device="cpu")
-        rows = self._group.exchange(counts, label="rounds before the step")
-        target = max(int(row[0]) for row in rows)
-        forget = max(int(row[1]) for row in rows)
-        while self._issued < target:
-            forgotten = self._issued < forget
-            self._open_round()
-            self.end_backward()
-            if forgotten:
-                self._shards.clear(self._order)
+        while self._group.size > 1:
+            rows = self._control.exchange(self._news(_STEP), label="before the step")
+            self._hear(rows)
+            if not any(int(row[0]) == _ROUND for row in rows):
+                break
+            self._join_round()
 
     def clear(self, optimizers: Sequence[int]) -> None:
         """Drop the gradients of some optimizers (zero_grad)."""
@@ -227,7 +232,7 @@ class GradientReducer:
         self._shards.clear(blocks)
         for optimizer in optimizers:
             self._forget_step(optimizer)
-        self._note_clear()
+        self._note_clear(optimizers)
 
     def zero(self, index: int) -> None:
         """Make a present gradient zero (zero_grad(set_to_none=False))."""
@@ -264,8 +269,20 @@ class GradientReducer:
         if self._open:
             return
         self._open = True
-        self._next = 0
         self._completed = []
+        if self._group.size > 1:
+            self._announced = self._control.announce(self._news(_ROUND), label="gradients")
+            self._own_rounds += 1
+        self._make_fills()
+
+    def _join_round(self) -> None:
+        """Take part, with zeros, in a round that another rank announced."""
+        self._open = True
+        self._make_fills()
+        self._close_round()
+
+    def _make_fills(self) -> None:
+        self._next = 0
         self._fills = {
             block.index: _Fill(
                 expected=sum(member.parameter.requires_grad for member in block.parameters)
@@ -322,7 +339,6 @@ class GradientReducer:
         elif any(self.local.held(member.index) is not None for member in block.parameters):
             self._launch_copy(block)
         self._next += 1
-        self._issued += 1
 
     def _launch_copy(self, block: Block) -> None:
         """One rank: nothing to reduce, the gradients go straight to their tier."""
@@ -360,6 +376,27 @@ class GradientReducer:
         self._last_copy = written
         self._shards.commit(block, arrival, written, last=not self.deferred)
 
+    def _news(self, kind: int) -> Tensor:
+        """What the other ranks must know: what comes next, whether sums are exact, and what was cleared."""
+        cleared = sum(1 << optimizer for optimizer in self._unsaid_clears)
+        self._unsaid_clears.clear()
+        return torch.tensor([kind, int(self._exact), cleared], dtype=torch.int64, device="cpu")
+
+    def _hear(self, rows: Sequence[Tensor]) -> None:
+        """Take the others' news in."""
+        self._exact = any(int(row[1]) for row in rows)
+        if self._own_rounds:
+            return
+        # What this rank holds came from rounds it only joined: it goes when its makers clear it.
+        cleared = [
+            number
+            for number in {block.optimizer for block in self._order}
+            if any(int(row[2]) >> number & 1 for row in rows)
+        ]
+        if cleared:
+            self._shards.clear([block for block in self._order if block.optimizer in cleared])
+            self.local.touch()
+
     def _launch_collective(self, block: Block, fill: _Fill) -> None:
         for position, member in enumerate(block.parameters):
             if member.index not in fill.packed:
@@ -367,6 +404,10 @@ class GradientReducer:
         lease = fill.lease or self._buckets.acquire_gathered(f"gradients of {block.name}")
         bucket = self._bucket(block, lease)
         bucket[:, block.layout.end :].zero_()
+        if not self._sharded and self._announced is not None:
+            # Ranks that summed micro-batches here and ranks that did not must keep the result in one dtype.
+            self._hear(self._announced.wait())
+            self._announced = None
         ready = self._backend.mark(f"gradients of {block.name}")
         arrival = self._shards.arrive(block, exact=self._exact)
         stays = self._shards.tier == "device"
@@ -423,24 +464,30 @@ class GradientReducer:
             elif not self._shards.is_empty(block):
                 for position in gone:
                     self._shards.zero_member(block, position)
-        for optimizer in {block.optimizer for block in self._order}:
+        whole = {
+            number
+            for number in {block.optimizer for block in self._order}
             if not self.local.any_present(
                 member.index
                 for block in self._order
-                if block.optimizer == optimizer
+                if block.optimizer == number
                 for member in block.parameters
-            ):
-                self._forget_step(optimizer)
-        self._note_clear()
+            )
+        }
+        for optimizer in whole:
+            self._forget_step(optimizer)
+        self._note_clear(whole)
 
     def _forget_step(self, optimizer: int) -> None:
         self.spent.discard(optimizer)
         self._stale.pop(optimizer, None)
 
-    def _note_clear(self) -> None:
+    def _note_clear(self, optimizers: Iterable[int]) -> None:
         self.local.touch()
-        self._exact = self._exact and self.local.any_present()
-        self._forget_before = self._issued
+        self._unsaid_clears.update(optimizers)
+        if not self.local.any_present():
+            self._exact = False
+            self._own_rounds = 0
 
     def _set_order(self, order: list[Block]) -> None:
         self._order = order

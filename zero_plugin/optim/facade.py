@@ -93,14 +93,13 @@ class FacadeMixin(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters are managed from the next backward on."""
+        host = self._host("add_param_group")
         super().add_param_group(param_group)
-        real = self._real()
-        if real.zero_host is not None:
-            try:
-                real.zero_host.parameters_changed(real)
-            except BaseException:
-                self.param_groups.pop()
-                raise
+        try:
+            host.parameters_changed(self._real())
+        except BaseException:
+            self.param_groups.pop()
+            raise
 
     def _real(self) -> FacadeMixin:
         """The optimizer itself, also where a wrapper stands for `self`.

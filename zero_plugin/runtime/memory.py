@@ -6,9 +6,12 @@ import contextlib
 import ctypes
 import mmap
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+
+from zero_plugin.errors import BudgetError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,13 +44,34 @@ def map_pages(nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
     The array, and not the mapping, is what tensors refer to: its finalizers run before the
     mapping goes, which unpinning needs.
     """
-    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise BudgetError(
+            f"the system refused {nbytes:,} bytes of host memory ({error}): free some, use more processes or another tier, or "
+            "raise the limit on this process (ulimit -v)"
+        ) from error
     # A kernel without transparent huge pages refuses; the memory is as usable.
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     pages = (ctypes.c_uint8 * nbytes).from_buffer(mapping)
     ctypes.memset(ctypes.addressof(pages), 0, nbytes)
     return pages
+
+
+def available_host_bytes() -> int | None:
+    """Bytes that this process can still take, by the kernel's estimate and its control group; None if unknown."""
+    found: list[int] = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        if limit != "max":
+            used = int((group / "memory.current").read_text(encoding="ascii"))
+            found.append(int(limit) - used)
+    return min(found) if found else None
 
 
 def page_aligned(buffer: Tensor) -> Tensor:

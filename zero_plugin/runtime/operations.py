@@ -338,6 +338,33 @@ class Collective(_Base):
             self.group.all_reduce(self.output, self.input, tag=self.tag, label=self.label)
 
 
+class ExchangeGroup(Protocol):
+    """What an exchange asks of a process group."""
+
+    def exchange(self, payload: Tensor, *, label: str) -> list[Tensor]:
+        """Every rank's payload, in rank order."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange(_Base):
+    """Sends a small CPU tensor to every rank and gives all ranks' in rank order."""
+
+    group: ExchangeGroup
+    payload: Tensor
+    label: str = "exchange"
+
+    @property
+    def reads(self) -> tuple[Tensor, ...]:
+        """The payload."""
+        return (self.payload,)
+
+    def run(self, kernels: KernelSet) -> list[Tensor]:
+        """Returns when every rank's payload is here."""
+        del kernels
+        return self.group.exchange(self.payload, label=self.label)
+
+
 class Updater(Protocol):
     """An optimizer's work on one block of states."""
 

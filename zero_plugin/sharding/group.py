@@ -7,6 +7,7 @@ exchanges of the main thread. The default group carries none of our bytes and is
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -190,6 +191,17 @@ class ProcessGroup:
             CollectiveTimeoutError: a rank did not call it within the timeout.
         """
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            if (
+                dist.is_available()
+                and not dist.is_initialized()
+                and dist.is_torchelastic_launched()
+            ):
+                warnings.warn(
+                    "this process was started by torchrun, but torch.distributed is not initialised, so it trains alone: call "
+                    "torch.distributed.init_process_group() before building the engine",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
             solo = SoloCollectives(kernels)
             return cls(data=solo, control=None, watchdog=None, ledger=ledger)
         rank, size = dist.get_rank(), dist.get_world_size()

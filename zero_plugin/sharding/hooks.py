@@ -7,6 +7,7 @@ it happens: a weight used in two reentrant checkpoints and once outside fires th
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -41,12 +42,15 @@ class _AfterAccumulate:
     """The hook that takes a gradient; its class marks a parameter as managed."""
 
     def __init__(self, hooks: GradientHooks, index: int) -> None:
-        self._hooks = hooks
+        # Autograd keeps its hooks where Python's collector cannot see: a strong reference would be for good.
+        self._hooks = weakref.ref(hooks)
         self._index = index
 
     def __call__(self, _: Tensor) -> None:
         """Hand the gradient over."""
-        self._hooks.receive(self._index)
+        hooks = self._hooks()
+        if hooks is not None:
+            hooks.receive(self._index)
 
 
 class GradientHooks:
@@ -71,11 +75,12 @@ class GradientHooks:
             EngineStateError: another engine manages it.
         """
         check_unmanaged(managed)
-        index, receiver, parameter = managed.index, self._receiver, managed.parameter
+        index, parameter, this = managed.index, managed.parameter, weakref.ref(self)
 
         def before(_: object) -> None:
-            with torch.inference_mode(mode=False), torch.no_grad():
-                receiver.expect(index)
+            hooks = this()
+            if hooks is not None:
+                hooks.expect(index)
 
         # On the node, not the tensor: a tensor's hook also fires for torch.autograd.grad, which accumulates nothing.
         with torch.inference_mode(mode=False), torch.enable_grad():
@@ -86,6 +91,11 @@ class GradientHooks:
         self._handles.append(
             parameter.register_post_accumulate_grad_hook(_AfterAccumulate(self, index))
         )
+
+    def expect(self, index: int) -> None:
+        """A gradient of parameter `index` is about to be accumulated."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._receiver.expect(index)
 
     def receive(self, index: int) -> None:
         """A gradient of parameter `index` was accumulated."""

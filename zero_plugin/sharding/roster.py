@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from zero_plugin.sharding.group import ProcessGroup
+from zero_plugin.sharding.control import Control
 from zero_plugin.sharding.hooks import bump_versions
 from zero_plugin.sharding.partition import (
     Block,
@@ -87,7 +87,7 @@ class Roster:
         for member in written:
             self._versions[member.index] = member.parameter._version
 
-    def take_foreign_writes(self, optimizer: int, group: ProcessGroup) -> set[int]:
+    def take_foreign_writes(self, optimizer: int, control: Control) -> set[int]:
         """Members of an optimizer that user code wrote to, on any rank, since the last call; a collective."""
         members = [member for member in self.members if member.optimizer == optimizer]
         if not members:
@@ -98,8 +98,8 @@ class Roster:
             member.moved or member.parameter._version != self._versions[member.index]
             for member in members
         ]
-        if group.size > 1:
-            rows = group.exchange(
+        if control.size > 1:
+            rows = control.exchange(
                 torch.tensor(changed, dtype=torch.int64, device="cpu"), label="written weights"
             )
             changed = torch.stack(rows).sum(dim=0).tolist()

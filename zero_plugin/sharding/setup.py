@@ -8,38 +8,38 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from zero_plugin.errors import ConfigError
-from zero_plugin.sharding.group import ProcessGroup
+from zero_plugin.sharding.control import Control
 
 _TEXT_BYTES = 512
 
 
-def check_same_setup(group: ProcessGroup, sections: Mapping[str, Sequence[str]]) -> None:
+def check_same_setup(control: Control, sections: Mapping[str, Sequence[str]]) -> None:
     """Compare each section of this rank's setup with rank 0's; a collective.
 
     Args:
-        group: the ranks.
+        control: the ranks.
         sections: for each section, lines that must be the same on all ranks.
 
     Raises:
         ConfigError: on every rank, naming the section, the first line that differs, and the ranks.
     """
-    if group.size == 1:
+    if control.size == 1:
         return
     for name, lines in sections.items():
         digest = _digest("\n".join(lines))
-        rows = group.exchange(
+        rows = control.exchange(
             torch.tensor([digest, len(lines)], dtype=torch.int64, device="cpu"),
             label=f"same {name}",
         )
         others = [rank for rank, row in enumerate(rows) if row.tolist() != rows[0].tolist()]
         if others:
             raise ConfigError(
-                _difference(group, name, lines, others, [int(row[1]) for row in rows])
+                _difference(control, name, lines, others, [int(row[1]) for row in rows])
             )
 
 
 def _difference(
-    group: ProcessGroup,
+    control: Control,
     name: str,
     lines: Sequence[str],
     others: Sequence[int],
@@ -52,10 +52,10 @@ def _difference(
     digests = torch.tensor(
         [_digest(line) for line in lines[:shortest]] or [0], dtype=torch.int64, device="cpu"
     )
-    rows = group.exchange(digests, label=f"lines of {name}")
+    rows = control.exchange(digests, label=f"lines of {name}")
     unequal = (rows[0] != rows[others[0]]).nonzero().flatten().tolist() if shortest else []
     place = unequal[0] if unequal else shortest
-    texts = group.exchange(
+    texts = control.exchange(
         _encode(lines[place] if place < len(lines) else "(nothing)"), label=f"text of {name}"
     )
     return (
