@@ -266,8 +266,8 @@ class Breakable(TinyMLP):
 
     mode = ""
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = torch.tanh(self.first(inputs))
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(features))
         if self.mode == "forward":
             raise RuntimeError("broken on purpose")
         if self.mode == "backward":
@@ -316,9 +316,13 @@ def test_gradients_not_cleared_after_a_step() -> None:
         engine.backward(mlp_loss(model, 0))
         optimizer.step()
         before = snapshot(model)
-        with pytest.raises(EngineStateError, match="call zero_grad"):
+
+        def next_step() -> None:
             engine.backward(mlp_loss(model, 1))
             optimizer.step()
+
+        with pytest.raises(EngineStateError, match="call zero_grad"):
+            next_step()
         optimizer.zero_grad()
         engine.backward(mlp_loss(model, 2))
         optimizer.step()
@@ -342,7 +346,7 @@ def test_the_stand_in_answers_metadata_and_refuses_values() -> None:
         assert "first.weight" in repr(grad)
 
 
-USES: dict[str, Callable[[nn.Module], Any]] = {
+USES: dict[str, Callable[[Any], Any]] = {
     "clip_grad_norm_": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
     "clip_grad_norm_ foreach": lambda m: nn.utils.clip_grad_norm_(
         m.parameters(), 1.0, foreach=True
@@ -362,7 +366,7 @@ USES: dict[str, Callable[[nn.Module], Any]] = {
     "foreach": lambda m: torch._foreach_mul_([p.grad for p in m.parameters()], 2.0),
     "all_reduce-like copy": lambda m: torch.zeros(13, 7).copy_(m.first.weight.grad),
     "tolist": lambda m: m.second.bias.grad.tolist(),
-    "scaler": lambda m: unscale(m),
+    "scaler": lambda m: unscale(m),  # noqa: PLW0108 - defined below
 }
 
 

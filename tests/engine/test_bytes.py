@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import TinyMLP, make_gpt, gpt_batch
+from support.models import TinyMLP, gpt_batch, make_gpt
 from support.training import adamw, config, engine_for, ranks
 from torch import nn
 
 from zero_plugin.engine import ZeroEngine
-from zero_plugin.sharding.layout import lay_out, group_by_bytes, round_up
-from zero_plugin.sharding.peer import PIECE_BYTES
 from zero_plugin.runtime.memory import round_to_pages
+from zero_plugin.sharding.layout import group_by_bytes, lay_out, round_up
+from zero_plugin.sharding.peer import PIECE_BYTES
 
 KEYS = ("device_to_host", "host_to_device", "reduce_scatter", "all_gather", "all_reduce")
 WIDTHS = {torch.float32: 4, torch.bfloat16: 2}
@@ -43,6 +43,7 @@ def moved_in_a_step(
     """In a rank: what the ledger counts in the third step, and what memory() says."""
     model = make_gpt(dtype, width=12, layers=1)
     with engine_for(model, **settings) as (engine, optimizer):
+        before = engine.ledger()
         for step in range(3):
             before = engine.ledger()
             for micro in range(accumulate):
@@ -130,7 +131,7 @@ def test_accumulation_multiplies_what_goes_down_and_not_what_comes_up() -> None:
     ids=str,
 )
 def test_other_placements_move_what_they_must(
-    placement: dict[str, str], down: int, up: int
+    placement: dict[str, Any], down: int, up: int
 ) -> None:
     psi, padded = sizes(torch.bfloat16, 1)
     (alone,) = run(1, torch.bfloat16, **placement)
@@ -267,12 +268,11 @@ def socket_bytes() -> tuple[int, int]:
 def tcp_counters() -> tuple[int, int, int]:
     """Bytes acknowledged, bytes received and segments under way, from the kernel's tcp_info."""
     sent = received = unacknowledged = 0
-    for name in os.listdir("/proc/self/fd"):
-        path = Path("/proc/self/fd") / name
+    for path in Path("/proc/self/fd").iterdir():
         try:
-            if not os.readlink(path).startswith("socket:"):
+            if not str(path.readlink()).startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(int(name))) as connection:
+            with socket.socket(fileno=os.dup(int(path.name))) as connection:
                 if connection.type != socket.SOCK_STREAM or connection.family not in (
                     socket.AF_INET,
                     socket.AF_INET6,
@@ -292,6 +292,7 @@ def counted_twice(rank: int, size: int) -> dict[str, int]:
     """In a rank: the ledger's and the kernel's count of the same five steps."""
     model = make_gpt(width=44, layers=2)
     with engine_for(model, bucket_bytes="64KiB") as (engine, optimizer):
+        ledger, (sent, received) = engine.ledger(), socket_bytes()
         for step in range(7):
             if step == 2:
                 torch.distributed.barrier()
@@ -395,6 +396,7 @@ def live_gradients(
 ) -> tuple[int, int, int, int]:
     """In a rank: (peak seen by the test, peak said by the engine, largest of both bounds, own shard) in bytes."""
     model = Chain(NUMELS)
+    watch = Watch()
     with engine_for(model, bucket_bytes=bucket, **settings) as (engine, optimizer):
         for _ in range(2):
             # The first backward teaches the order in which gradients come.

@@ -87,7 +87,7 @@ def test_one_process_has_one_result(dtype: str, clip: float | None, accumulate: 
         width=12,
         layers=1,
     )
-    scale = {"loss_scale": 1024.0} if dtype == "fp16" else {}
+    scale: dict[str, Any] = {"loss_scale": 1024.0} if dtype == "fp16" else {}
     expected = train(recipe, backend="inline", **scale)
     assert expected.skipped == 0
     if clip is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -40,7 +41,7 @@ def test_slices_cover_every_element_once_in_rank_order(numel: int, shards: int, 
     assert len(slices) == shards
     assert slices[0].start == 0
     assert slices[-1].stop == numel
-    for left, right in zip(slices, slices[1:], strict=False):
+    for left, right in itertools.pairwise(slices):
         assert left.stop == right.start
         assert left.numel >= right.numel
     # Counted in units, of which the parameter's last may be a short one.
@@ -103,7 +104,7 @@ def test_groups_hold_every_item_once_and_fit(
     # No two neighbours of one key could have been one block.
     for key in "ab":
         mine = [group for group in groups if keys[group[0]] == key]
-        for left, right in zip(mine, mine[1:], strict=False):
+        for left, right in itertools.pairwise(mine):
             assert sum(sizes[index] for index in left) + sizes[right[0]] > limit
 
 

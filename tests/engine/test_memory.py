@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from support.models import gpt_batch, make_gpt, mlp_loss, BranchMLP
+from support.models import BranchMLP, gpt_batch, make_gpt, mlp_loss
 from support.training import adamw, config, engine_for, exact_sgd, ranks
 from torch import Tensor, nn
 

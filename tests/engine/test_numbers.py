@@ -199,13 +199,17 @@ def test_two_optimizers_move_the_scale_once_a_step() -> None:
 def test_an_exhausted_scale_ends_in_an_error_that_names_the_parameter() -> None:
     model = TinyMLP()
     with engine_for(model, loss_scale="dynamic", nonfinite_patience=3) as (engine, optimizer):
+
+        def train() -> None:
+            for _ in range(40):
+                engine.backward(poison(model, float("inf")))
+                optimizer.step()
+                optimizer.zero_grad()
+
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             with pytest.raises(NonFiniteGradientError, match=r"first\.weight.*at loss scale 1;"):
-                for _ in range(40):
-                    engine.backward(poison(model, float("inf")))
-                    optimizer.step()
-                    optimizer.zero_grad()
+                train()
         assert engine.skipped_steps >= 16
 
 

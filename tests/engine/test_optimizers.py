@@ -66,6 +66,7 @@ def test_states_of_other_optimizers_survive_a_round_trip(name: str) -> None:
     def run(*, interrupted: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         torch.manual_seed(0)
         model = OddMLP()
+        saved: dict[str, Any] = {}
         for part in range(2):
             optimizer = FOREIGN[name](model.parameters())
             with engine_for(model, optimizer) as (engine, _):

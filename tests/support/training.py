@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from support.models import gpt_batch, make_gpt
-from support.ranks import run_ranks
 from torch import Tensor, nn
 
+from support.models import gpt_batch, make_gpt
+from support.ranks import run_ranks
 from zero_plugin.config import ZeroConfig
 from zero_plugin.engine import ZeroEngine
 
