@@ -42,15 +42,17 @@ class ForeignBlock:
 
     Args:
         optimizer: the user's optimizer, whose class and options are used.
-        masters: position in the block to this rank's fp32 slice; empty slices are left out.
+        masters: position in the block to this rank's fp32 slice, which may be empty.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, masters: Mapping[int, Tensor]) -> None:
         self._members: dict[int, tuple[nn.Parameter, torch.optim.Optimizer]] = {}
         for position, master in masters.items():
-            if master.numel():
-                parameter = nn.Parameter(master, requires_grad=True)
-                self._members[position] = (parameter, clone_optimizer(optimizer, [parameter], {}))
+            # An empty slice still has the scalars that go with each step (counts, products of betas): an element of its own
+            # keeps them the same as on the ranks that hold the parameter.
+            held = master if master.numel() else torch.zeros(1, device=master.device)
+            parameter = nn.Parameter(held, requires_grad=True)
+            self._members[position] = (parameter, clone_optimizer(optimizer, [parameter], {}))
 
     @property
     def state_bytes(self) -> int:
@@ -67,29 +69,30 @@ class ForeignBlock:
     ) -> None:
         """Step the members that have a gradient, with their groups' present options."""
         for position, gradient in gradients.items():
-            if position not in self._members:
-                continue
             parameter, optimizer = self._members[position]
-            parameter.grad = gradient
+            parameter.grad = gradient if gradient.numel() else torch.zeros_like(parameter)
             optimizer.param_groups[0] = {**groups[position], "params": [parameter]}
             optimizer.step()
             parameter.grad = None
 
     def state(self, position: int) -> dict[str, Any]:
-        """State of one member's slice, torch's names; empty before its first step or for an empty slice."""
-        if position not in self._members:
-            return {}
+        """State of one member's slice, torch's names; empty before its first step."""
         parameter, optimizer = self._members[position]
         return dict(optimizer.state[parameter])
 
     def load(self, position: int, state: Mapping[str, Any]) -> None:
         """Replace the state of one member's slice."""
-        if position in self._members:
-            parameter, optimizer = self._members[position]
-            optimizer.state[parameter] = {
-                key: value.clone() if isinstance(value, Tensor) else value
-                for key, value in state.items()
-            }
+        parameter, optimizer = self._members[position]
+        optimizer.state[parameter] = {
+            key: self._own(value, parameter) if isinstance(value, Tensor) else value
+            for key, value in state.items()
+        }
+
+    @staticmethod
+    def _own(value: Tensor, parameter: Tensor) -> Tensor:
+        if value.dim() == 1 and value.numel() == 0:
+            return torch.zeros_like(parameter)
+        return value.clone()
 
 
 def check_element_wise(optimizer: torch.optim.Optimizer) -> None:

@@ -205,7 +205,7 @@ class OptimizerStates:
             )
             for position in range(len(block.parameters)):
                 value = foreign.state(position).get(name)
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and block.own_slice(position).numel:
                     block.own_view(chunk, position).copy_(value)
             named.append((name, chunk))
         return named

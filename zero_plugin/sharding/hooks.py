@@ -94,8 +94,7 @@ class GradientHooks:
 
     def expect(self, index: int) -> None:
         """A gradient of parameter `index` is about to be accumulated."""
-        with torch.inference_mode(mode=False), torch.no_grad():
-            self._receiver.expect(index)
+        self._receiver.expect(index)
 
     def receive(self, index: int) -> None:
         """A gradient of parameter `index` was accumulated."""
