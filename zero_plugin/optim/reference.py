@@ -125,7 +125,9 @@ def update(  # noqa: PLR0913 - one argument a state, as the kernel's table has a
     factor = torch.tensor(hyper[0] * scale, dtype=torch.float32, device="cpu").item()
     effective = gradient.to(torch.float32) * factor
     if clip_value is not None:
-        effective.clamp_(-clip_value, clip_value)
+        # As the kernels compare; clamp leaves the sign of a zero open where the bound is zero.
+        effective = torch.where(effective < -clip_value, -clip_value, effective)
+        effective = torch.where(effective > clip_value, clip_value, effective)
     if hyper[2]:
         effective = _fused(hyper[2], master, effective)
     _STEPS[rule.native_id](master, states, effective, hyper)
