@@ -85,6 +85,7 @@ class GradientReducer:
         self._fills: dict[int, _Fill] = {}
         self._next = 0
         self._open = False
+        self._synced = False
         self._announced: Ticket[list[Tensor]] | None = None
         self._unsaid_clears: set[int] = set()
         self._own_rounds = 0
@@ -143,8 +144,9 @@ class GradientReducer:
         Raises:
             EngineStateError: the gradient is sparse.
         """
-        if not self._open:
+        if not self._synced:
             self._sync_clears(arriving=index)
+            self._synced = True
         self._scaler.check_applied()
         grad = self.local.take(index)
         if grad is None:
@@ -162,6 +164,7 @@ class GradientReducer:
 
     def end_backward(self) -> None:
         """Launch what is left of the round, with zeros for what has no gradient; then the late gradients."""
+        self._synced = False
         if not self._open:
             return
         self._close_round()
