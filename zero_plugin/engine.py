@@ -64,6 +64,10 @@ class ZeroEngine:
     The model stays unwrapped and its parameters keep their identity; each optimizer object stays the user's own and
     acts on the engine from now on. All ranks must build the engine, and call `step`, in the same order.
 
+    Weights that user code writes between steps (`load_state_dict`, `with torch.no_grad(): p.clamp_()`, `p.data = x`) are taken
+    into the fp32 masters. Writing *through* `p.data` (`p.data.clamp_()`) leaves no trace that can be seen and is undone by the
+    next step.
+
     Args:
         model: the module to train; its parameters and buffers are made equal to rank 0's.
         optimizer: a torch optimizer built on `model.parameters()`, or several.
