@@ -3,7 +3,8 @@
     python benchmarks/import_time.py [--runs 15] [--json import_time.json]
 
 Interpreters with the registration on and off start in turn, so that a drift of the machine meets both alike; the
-figure is the median of the differences of neighbours. The bound is 20 ms.
+figures are medians of the differences of neighbours, of wall time and of the processor time of the interpreter, which
+other programs disturb less. The bound is 20 ms, on the second.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -21,12 +23,26 @@ BOUND_MS = 20.0
 CODE = "import torch; import lightning"
 
 
-def seconds(*, on: bool) -> float:
-    """Time one new interpreter, start included."""
+def seconds(*, on: bool) -> tuple[float, float]:
+    """Wall and processor time of one new interpreter, start included."""
     environment = {**os.environ, "ZERO_PLUGIN_AUTOLOAD": "1" if on else "0"}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.perf_counter()
     subprocess.run([sys.executable, "-c", CODE], env=environment, check=True)
-    return time.perf_counter() - start
+    wall = time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+
+def summary(on: list[float], off: list[float]) -> dict[str, object]:
+    """Medians in milliseconds, and the quartiles of what is added."""
+    added = [1e3 * (a - b) for a, b in zip(on, off, strict=True)]
+    return {
+        "with_ms": round(1e3 * statistics.median(on), 1),
+        "without_ms": round(1e3 * statistics.median(off), 1),
+        "added_ms": round(statistics.median(added), 1),
+        "added_quartiles_ms": [round(value, 1) for value in statistics.quantiles(added, n=4)],
+    }
 
 
 def main() -> int:
@@ -38,30 +54,26 @@ def main() -> int:
 
     seconds(on=True)  # fills the file cache
     seconds(on=False)
-    on: list[float] = []
-    off: list[float] = []
+    on: list[tuple[float, float]] = []
+    off: list[tuple[float, float]] = []
     for run in range(options.runs):
         for switch in (True, False) if run % 2 else (False, True):
             (on if switch else off).append(seconds(on=switch))
-    added = [1e3 * (a - b) for a, b in zip(on, off, strict=True)]
     result = {
-        "code": CODE,
-        "runs": options.runs,
-        "with_ms": round(1e3 * statistics.median(on), 1),
-        "without_ms": round(1e3 * statistics.median(off), 1),
-        "added_ms": round(statistics.median(added), 1),
-        "added_quartiles_ms": [round(value, 1) for value in statistics.quantiles(added, n=4)],
-        "bound_ms": BOUND_MS,
+        name: summary([pair[i] for pair in on], [pair[i] for pair in off])
+        for i, name in enumerate(("wall", "processor"))
     }
-    print(f"{'':24}{'median':>10}")
-    print(f"{'zero-plugin registered':24}{result['with_ms']:>8} ms")
-    print(f"{'switched off':24}{result['without_ms']:>8} ms")
-    print(
-        f"{'added':24}{result['added_ms']:>8} ms   (quartiles {result['added_quartiles_ms']}, bound {BOUND_MS} ms)"
-    )
+    print(f"{CODE!r}, {options.runs} pairs")
+    print(f"{'':12}{'with':>12}{'without':>12}{'added':>12}   quartiles")
+    for name, row in result.items():
+        cells = "".join(f"{row[key]:>9} ms" for key in ("with_ms", "without_ms", "added_ms"))
+        print(f"{name:12}{cells}   {row['added_quartiles_ms']}")
+    met = float(str(result["processor"]["added_ms"])) < BOUND_MS
+    print(f"bound {BOUND_MS} ms: {'met' if met else 'MISSED'}")
     if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
-    return 0 if statistics.median(added) < BOUND_MS else 1
+        everything = {"code": CODE, "runs": options.runs, "bound_ms": BOUND_MS, **result}
+        options.json.write_text(json.dumps(everything, indent=2) + "\n")
+    return 0 if met else 1
 
 
 if __name__ == "__main__":

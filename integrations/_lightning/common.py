@@ -122,6 +122,11 @@ def config_for(config: ZeroConfig, precision: str) -> ZeroConfig:
     return config
 
 
+def needs_process_group(world_size: int) -> bool:
+    """Whether to make the default process group: for several ranks, and for torchrun, which promises one."""
+    return world_size > 1 or torch.distributed.is_torchelastic_launched()
+
+
 def refuse_precision(plugin: object, reason: str) -> NoReturn:
     """Raise for a precision plugin that cannot run on shards."""
     raise ConfigError(

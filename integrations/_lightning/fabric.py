@@ -19,6 +19,7 @@ from zero_plugin.integrations._lightning.common import (
     build_config,
     check_device_can,
     config_for,
+    needs_process_group,
 )
 
 if TYPE_CHECKING:
@@ -108,9 +109,9 @@ class FabricStrategy(Base):
     # ------------------------------------------------------------------ set-up
 
     def _setup_distributed(self) -> None:
-        """Make the default process group, except at world size 1, which needs none."""
+        """Make the default process group, unless this is the only process and nothing else suggests one."""
         self._set_world_ranks()
-        if self.world_size > 1:
+        if needs_process_group(self.world_size):
             super()._setup_distributed()
 
     def setup_module_and_optimizers(

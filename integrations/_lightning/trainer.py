@@ -19,6 +19,7 @@ from zero_plugin.integrations._lightning.common import (
     build_config,
     check_device_can,
     config_for,
+    needs_process_group,
 )
 
 if TYPE_CHECKING:
@@ -127,9 +128,9 @@ class TrainerStrategy(Base):
     # ------------------------------------------------------------------ set-up
 
     def setup_distributed(self) -> None:
-        """Make the default process group, except at world size 1, which needs none."""
+        """Make the default process group, unless this is the only process and nothing else suggests one."""
         self.set_world_ranks()
-        if self.world_size > 1:
+        if needs_process_group(self.world_size):
             super().setup_distributed()
         else:
             self.spelling.reset_seed()

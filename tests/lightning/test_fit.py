@@ -82,6 +82,16 @@ def test_one_process_needs_no_process_group() -> None:
     assert ranks(1, no_group_at_one_rank) == [["MainThread"]]
 
 
+def group_under_torchrun(rank: int, size: int) -> None:
+    with no_group_left():
+        fit("zero_offload", 1, max_epochs=1)
+        assert torch.distributed.get_world_size() == 1
+
+
+def test_one_process_of_torchrun_has_the_group_that_torchrun_promises() -> None:
+    ranks(1, group_under_torchrun, env={"TORCHELASTIC_RUN_ID": "test"})
+
+
 # ------------------------------------------------------------------ accumulation and clipping
 
 

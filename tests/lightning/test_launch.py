@@ -80,7 +80,7 @@ def run_scripts(folder: Path, *cases: tuple[str, str]) -> list[dict[str, Any]]:
             )
             stack.callback(process.kill)
             running.append(process)
-        codes = [process.wait(timeout=110) for process in running]
+        codes = [process.wait(timeout=200) for process in running]
     found: list[dict[str, Any]] = []
     for code, output in zip(codes, outputs, strict=True):
         text = output.read_text()
@@ -92,6 +92,7 @@ def run_scripts(folder: Path, *cases: tuple[str, str]) -> list[dict[str, Any]]:
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_scripts_with_two_devices(tmp_path: Path) -> None:
     """By name, with nothing of ours imported by the script; and with processes forked from it."""
     module = "__import__('zero_plugin.integrations.lightning', fromlist=['x'])"

@@ -29,16 +29,16 @@ NAMES = ("zero_1", "zero_2", "zero_offload")
 
 
 def ranks(size: int, function: Any, *args: Any, **options: Any) -> list[Any]:
-    """`run_ranks` as torchrun would start them, with Lightning imported once for all tests."""
+    """`run_ranks` with Lightning imported once for all tests; several ranks as torchrun would start them."""
     return run_ranks(
         size,
         function,
         *args,
         **{
             "store": "none" if size == 1 else "file",
-            "env": {"TORCHELASTIC_RUN_ID": "test", "PL_DISABLE_FORK": "0"},
+            "env": {} if size == 1 else {"TORCHELASTIC_RUN_ID": "test"},
             "preload": PRELOAD,
-            "deadline": 60.0,
+            "deadline": 90.0,
             **options,
         },
     )
