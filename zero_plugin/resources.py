@@ -50,7 +50,15 @@ class Resources:
         Args:
             config: threads, instruction set, backend, timeout and trace.
             device: where the model computes.
+
+        Raises:
+            ConfigError: the settings do not fit the device or the processor.
         """
+        if device.type == "cuda" and not config.overlap:
+            raise ConfigError(
+                "overlap=False is not supported on CUDA devices by this version: leave it out (a step waits for its updates in "
+                "any case)"
+            )
         ledger = Ledger()
         trace = None if config.trace is None else Trace()
         group = ProcessGroup.create(
