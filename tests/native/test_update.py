@@ -250,6 +250,19 @@ def test_clipping_and_scale_act_in_that_order():
     assert_same_bits(problem.master, torch.tensor([-2.0, 2.0, -0.5, 2.0, torch.nan]))
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_signs_of_zero_are_kept(isa):
+    gradient = torch.tensor([1.0, -1.0, 0.0, -0.0])
+    mine = Problem.create(torch.optim.SGD, {"lr": 0.0, "momentum": 0.5}, -torch.zeros(4))
+    other = mine.copy()
+    with Kernels(threads=1, isa=isa) as handle:
+        for _ in range(2):
+            mine.native(handle, gradient, clip_value=0.0)
+            other.plain(gradient, clip_value=0.0)
+    assert_same_state(mine, other)
+    assert torch.signbit(mine.states[0]).tolist() == [False, True, False, True]
+
+
 def one_row(**changes: int) -> torch.Tensor:
     values = torch.ones(8)
     row = {"master": address(values), "state0": address(values), "state1": address(values)}
