@@ -38,7 +38,8 @@ from zero_plugin.optim.pipeline import StepPipeline
 from zero_plugin.optim.states import OptimizerStates
 from zero_plugin.resources import Resources
 from zero_plugin.sharding.hooks import ForwardHook, GradientHooks
-from zero_plugin.sharding.partition import Block, ManagedParameter, ShardPlace, collect_parameters
+from zero_plugin.sharding.parameters import ManagedParameter, collect_parameters
+from zero_plugin.sharding.partition import Block, ShardPlace
 from zero_plugin.sharding.roster import Roster
 from zero_plugin.sharding.setup import check_same_setup
 

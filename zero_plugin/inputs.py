@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from zero_plugin.config import ZeroConfig
 from zero_plugin.errors import ConfigError, ParameterError
-from zero_plugin.sharding.partition import ManagedParameter
+from zero_plugin.sharding.parameters import ManagedParameter
 
 
 def check_arguments(model: object, optimizer: object, config: object) -> tuple[Optimizer, ...]:

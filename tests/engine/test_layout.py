@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from zero_plugin.errors import ConfigError
 from zero_plugin.sharding.layout import UNIT, cut, group_by_bytes, lay_out, round_up
+from zero_plugin.sharding.parameters import ManagedParameter
 from zero_plugin.sharding.partition import (
     Block,
-    ManagedParameter,
     ShardPlace,
     form_blocks,
     pack,

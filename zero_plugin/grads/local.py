@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zero_plugin.errors import EngineStateError
 from zero_plugin.grads.sentinel import GradientSentinel
-from zero_plugin.sharding.partition import ManagedParameter
+from zero_plugin.sharding.parameters import ManagedParameter
 
 
 class LocalGradients:

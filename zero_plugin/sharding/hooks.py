@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from zero_plugin.errors import EngineStateError
-from zero_plugin.sharding.partition import ManagedParameter
+from zero_plugin.sharding.parameters import ManagedParameter
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

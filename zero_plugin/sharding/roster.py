@@ -10,13 +10,8 @@ from torch import nn
 
 from zero_plugin.sharding.control import Control
 from zero_plugin.sharding.hooks import bump_versions
-from zero_plugin.sharding.partition import (
-    Block,
-    ManagedParameter,
-    ShardPlace,
-    collect_parameters,
-    form_blocks,
-)
+from zero_plugin.sharding.parameters import ManagedParameter, collect_parameters
+from zero_plugin.sharding.partition import Block, ShardPlace, form_blocks
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -1,0 +1,216 @@
+"""Managed parameters: which ones an engine takes on, and what must hold of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from zero_plugin.errors import OptimizerError, ParameterError
+
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class ManagedParameter:
+    """A trainable parameter that the engine reduces, updates and publishes.
+
+    Attributes:
+        index: position among the managed parameters, the same on every rank.
+        name: its (first) qualified name in the model.
+        parameter: the user's own object; its identity never changes.
+        optimizer: index of the optimizer it belongs to.
+        alias: flat tensor over the parameter's storage with a version counter of its own, so that publishing does not
+            look like a write of the user's.
+        shape: shape when it was taken on.
+    """
+
+    index: int
+    name: str
+    parameter: nn.Parameter
+    optimizer: int
+    alias: Tensor = field(init=False)
+    shape: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Take the first alias."""
+        self.shape = tuple(self.parameter.shape)
+        self.refresh_alias()
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full parameter."""
+        return self.parameter.numel()
+
+    @property
+    def moved(self) -> bool:
+        """Whether `parameter.data` was replaced since the alias was made."""
+        return self.alias.data_ptr() != self.parameter.data_ptr()
+
+    def check_unchanged(self) -> None:
+        """Refuse a parameter whose dtype, device or shape is not what the states were laid out for.
+
+        Raises:
+            ParameterError: it was converted, moved or reshaped.
+        """
+        parameter, alias = self.parameter, self.alias
+        if parameter.dtype != alias.dtype or parameter.device != alias.device:
+            raise ParameterError(
+                f"parameter {self.name!r} was {alias.dtype} on {alias.device} when the engine was built and is now "
+                f"{parameter.dtype} on {parameter.device}: convert or move the model before building the engine, or "
+                "close it and build a new one"
+            )
+        if tuple(parameter.shape) != self.shape:
+            raise ParameterError(
+                f"parameter {self.name!r} had shape {self.shape} when the engine was built and now has "
+                f"{tuple(parameter.shape)}: change the model before building the engine, or close it and build a new one"
+            )
+
+    def refresh_alias(self) -> None:
+        """Make the parameter contiguous and aligned in a storage of its own, and take an alias of it.
+
+        The linear layers of torch give other bits at unaligned addresses, and safetensors refuses parameters that are
+        views of one buffer.
+        """
+        with torch.inference_mode(mode=False), torch.no_grad():
+            data = self.parameter.data
+            owns_storage = (
+                data.is_contiguous()
+                and data.storage_offset() == 0
+                and data.untyped_storage().nbytes() == data.numel() * data.element_size()
+                and data.data_ptr() % 64 == 0
+            )
+            if not owns_storage or data.is_inference():
+                self.parameter.data = data.clone(memory_format=torch.contiguous_format)
+                data = self.parameter.data
+            alias: Tensor = torch.empty(0, dtype=data.dtype, device=data.device)
+            self.alias = alias.set_(data.untyped_storage(), 0, (data.numel(),), (1,))
+
+
+def collect_parameters(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    known: Iterable[ManagedParameter] = (),
+) -> list[ManagedParameter]:
+    """Find the trainable parameters of the optimizers, in model order, and check all of them first.
+
+    Args:
+        model: the module whose names are used.
+        optimizers: torch optimizers built on the model's parameters.
+        known: parameters managed already; they are checked against but not returned.
+
+    Returns:
+        The parameters not yet managed, numbered after `known`.
+
+    Raises:
+        OptimizerError: an optimizer holds a tensor that is not a parameter of the model.
+        ParameterError: a parameter is non-leaf, in two optimizers, or of an unsupported layout, device or dtype.
+    """
+    names = {
+        id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=True)
+    }
+    owner: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        seen: set[int] = set()
+        for group_number, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                place = f"optimizer {number} ({type(optimizer).__name__}), group {group_number}, position {position}"
+                _check_member(parameter, names, place)
+                if id(parameter) in seen or id(parameter) in owner:
+                    raise ParameterError(
+                        f"parameter {names[id(parameter)]!r} appears twice ({place}): "
+                        "give each parameter to one group of one optimizer"
+                    )
+                seen.add(id(parameter))
+                owner[id(parameter)] = number
+    managed = {id(item.parameter) for item in known}
+    found = [
+        (name, parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=True)
+        if parameter.requires_grad and id(parameter) in owner and id(parameter) not in managed
+    ]
+    for name, parameter in found:
+        _check_dtype(name, parameter)
+    _check_disjoint([*((item.name, item.parameter) for item in known), *found])
+    return [
+        ManagedParameter(
+            index=len(managed) + i, name=name, parameter=parameter, optimizer=owner[id(parameter)]
+        )
+        for i, (name, parameter) in enumerate(found)
+    ]
+
+
+def _check_member(parameter: object, names: dict[int, str], place: str) -> None:
+    if not isinstance(parameter, Tensor):
+        raise ParameterError(
+            f"{place} holds a {type(parameter).__name__}: an optimizer takes tensors"
+        )
+    if not parameter.is_leaf:
+        raise ParameterError(
+            f"{place} holds a non-leaf tensor of shape {tuple(parameter.shape)}: it is computed from other tensors, so "
+            "it has no gradient of its own; give the optimizer model.parameters()"
+        )
+    if isinstance(parameter, nn.UninitializedParameter):
+        raise ParameterError(
+            f"{place} holds an uninitialised parameter of a lazy module: run one batch through the model before building "
+            "the optimizer and the engine"
+        )
+    if id(parameter) not in names:
+        raise OptimizerError(
+            f"{place} holds a tensor of shape {tuple(parameter.shape)} that is not a parameter of the model: build the "
+            "optimizer on this model's parameters(), after any step that replaces them"
+        )
+
+
+def _check_disjoint(found: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuse parameters that share memory: each would have a master of its own, and the last write would win."""
+    extents: list[tuple[int, int, str]] = []
+    for name, parameter in found:
+        if parameter.numel():
+            last = sum(
+                (n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)
+            )
+            start = parameter.data_ptr()
+            extents.append((start, start + (last + 1) * parameter.element_size(), name))
+    extents.sort()
+    for (_, stop, first), (start, _, second) in itertools.pairwise(extents):
+        if start < stop:
+            raise ParameterError(
+                f"parameters {first!r} and {second!r} share memory: to tie weights, assign the same Parameter object to "
+                "both places; else give each a tensor of its own (clone)"
+            )
+
+
+def _check_dtype(name: str, parameter: nn.Parameter) -> None:
+    if parameter.dtype not in SUPPORTED_DTYPES:
+        raise ParameterError(
+            f"parameter {name!r} has dtype {parameter.dtype}: trainable parameters must be float32, bfloat16 or "
+            "float16; convert it or set requires_grad=False"
+        )
+    if parameter.layout != torch.strided:
+        raise ParameterError(
+            f"parameter {name!r} has layout {parameter.layout}: only dense parameters can be sharded"
+        )
+    if parameter.device.type == "meta":
+        raise ParameterError(
+            f"parameter {name!r} is on the meta device: materialise the model before the engine"
+        )
+    if parameter.is_inference():
+        raise ParameterError(
+            f"parameter {name!r} was made under torch.inference_mode, so autograd cannot track it: build the model "
+            "outside of it"
+        )
+    if getattr(parameter, "grad_dtype", None) not in (None, parameter.dtype):
+        raise ParameterError(
+            f"parameter {name!r} has grad_dtype {parameter.grad_dtype} and dtype {parameter.dtype}: the engine sums "
+            "gradients in fp32 itself; leave grad_dtype alone"
+        )
+    if type(parameter) is not nn.Parameter and type(parameter.data) is not Tensor:
+        raise ParameterError(
+            f"parameter {name!r} is a {type(parameter).__name__}, a tensor subclass with a storage of its own kind: "
+            "train it frozen (requires_grad=False) or convert it to a plain tensor"
+        )
