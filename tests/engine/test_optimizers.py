@@ -55,13 +55,7 @@ def test_other_element_wise_optimizers_are_torchs_bit_for_bit(name: str) -> None
     assert_like_plain_torch(OddMLP, train_odd, FOREIGN[name])
 
 
-SCALARS = pytest.mark.xfail(strict=True, reason="BUG 18")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=SCALARS if name in ("NAdam", "ASGD") else ()) for name in FOREIGN],
-)
+@pytest.mark.parametrize("name", list(FOREIGN))
 def test_states_of_other_optimizers_survive_a_round_trip(name: str) -> None:
     def run(*, interrupted: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         torch.manual_seed(0)

@@ -48,10 +48,7 @@ MANY_BLOCKS: tuple[dict[str, Any], ...] = tuple(
 )
 """More blocks than buffers: a rank waits in its backward for ranks that run none."""
 
-DEADLOCK = pytest.mark.xfail(strict=True, reason="BUG 15")
-UNEVEN = pytest.mark.parametrize(
-    "blocks", ["FEW_BLOCKS", pytest.param("MANY_BLOCKS", marks=DEADLOCK)]
-)
+UNEVEN = pytest.mark.parametrize("blocks", ["FEW_BLOCKS", "MANY_BLOCKS"])
 
 
 class Oracle:
@@ -267,7 +264,6 @@ def low_precision_uneven(rank: int, size: int) -> dict[str, Tensor]:
     return snapshot(model)
 
 
-@pytest.mark.xfail(strict=True, reason="BUG 14")
 def test_uneven_accumulation_of_low_precision_gradients() -> None:
     one, other = ranks(2, low_precision_uneven)
     assert_same_bits(one, other)
@@ -298,8 +294,7 @@ def clear_one_optimizer(
     return norm, snapshot(model), snapshot(twin)
 
 
-@pytest.mark.xfail(strict=True, reason="BUG 17 with few blocks, BUG 15 with many")
-@pytest.mark.parametrize("blocks", ["FEW_BLOCKS", "MANY_BLOCKS"])
+@UNEVEN
 def test_clearing_one_optimizer_keeps_the_gradients_of_another(blocks: str) -> None:
     for _, weights, expected in ranks(2, clear_one_optimizer, {**here(blocks)[0]}):
         assert_same_bits(weights, expected)
@@ -469,7 +464,6 @@ def foreign_states(rank: int, size: int) -> Any:
         return optimizer.state_dict()["state"], other.state_dict()["state"]
 
 
-@pytest.mark.xfail(strict=True, reason="BUG 18")
 def test_states_of_an_optimizer_without_a_rule_are_whole_on_every_rank() -> None:
     # Equal data on two ranks: the state is plain torch's, also of a parameter of which a rank holds nothing.
     for state, expected in ranks(2, foreign_states):
