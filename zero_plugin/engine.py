@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from zero_plugin.accounts import Accounts
 from zero_plugin.budget import Budget
-from zero_plugin.config import Tier, ZeroConfig
+from zero_plugin.config import ZeroConfig
 from zero_plugin.errors import (
     EngineStateError,
     NonFiniteGradientError,
@@ -37,9 +38,9 @@ from zero_plugin.optim.kept import KeptStates
 from zero_plugin.optim.pipeline import StepPipeline
 from zero_plugin.optim.states import OptimizerStates
 from zero_plugin.resources import Resources
-from zero_plugin.sharding.hooks import ForwardHook, GradientHooks
+from zero_plugin.sharding.hooks import ForwardHook, GradientHooks, untraced
 from zero_plugin.sharding.parameters import ManagedParameter, collect_parameters
-from zero_plugin.sharding.partition import Block, ShardPlace
+from zero_plugin.sharding.partition import ShardPlace
 from zero_plugin.sharding.roster import Roster
 from zero_plugin.sharding.setup import check_same_setup
 
@@ -47,16 +48,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-MEMORY_KINDS: tuple[str, ...] = (
-    "params",
-    "master",
-    "moments",
-    "gradients",
-    "activations",
-    "staging",
-)
-"""Keys of each tier in `ZeroEngine.memory()`."""
 
 
 class ZeroEngine:
@@ -114,7 +105,16 @@ class ZeroEngine:
                 OptimizerStates(item, self._resources.backend, self.config.optimizer)
                 for item in self.optimizers
             ]
+            group = self._resources.group
             check_same_setup(self._resources.control, describe(self.config, self.optimizers, model))
+            self._accounts = Accounts(
+                self.config,
+                self._states,
+                self._gradients,
+                self._buckets,
+                self._pipeline,
+                lambda: group.workspace_bytes,
+            )
             self._equalise_ranks()
             self._manage(members)
             for item in self.optimizers:
@@ -159,7 +159,7 @@ class ZeroEngine:
             loss: a scalar (or any tensor, with `gradient=`).
             **arguments: handed to `Tensor.backward`.
         """
-        with self.backward_context():
+        with untraced(), self.backward_context():
             self.scale_loss(loss).backward(**arguments)
 
     @contextmanager
@@ -169,11 +169,6 @@ class ZeroEngine:
         An exception in the backward drops the gradients of the step and is raised on.
         """
         self._check_open("backward")
-        if torch.compiler.is_compiling():
-            raise EngineStateError(
-                "engine.backward cannot be traced by torch.compile: compile the model (or its blocks), and call backward and "
-                "step outside the compiled function"
-            )
         self._manage(self._roster.newcomers())
         self._hooks.announced = True
         try:
@@ -183,7 +178,7 @@ class ZeroEngine:
             self.abort_step()
             raise
         self._hooks.announced = False
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
             self._reducer.end_backward()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -263,7 +258,7 @@ class ZeroEngine:
         """
         self._check_open("clip_grad_norm_")
         numbers = self._numbers(optimizer)
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
             self._manage(self._roster.newcomers())
             summaries = [self._agreement.summarise(number).norm for number in numbers]
         norm = self._clipper.by_norm(
@@ -309,7 +304,7 @@ class ZeroEngine:
             yield
             return
         stand_ins: list[tuple[ManagedParameter, Tensor | None]] = []
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
             self._manage(self._roster.newcomers())
             numbers = range(len(self.optimizers))
             present = {i for number in numbers for i in self._agreement.summarise(number).present}
@@ -355,7 +350,7 @@ class ZeroEngine:
         """
         self._check_open("optimizer_state_dict")
         states = self._states[self._number(optimizer)]
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
             states.import_weights(
                 self._roster.take_foreign_writes(self._number(optimizer), self._resources.control)
             )
@@ -372,7 +367,7 @@ class ZeroEngine:
         """
         self._check_open("load_optimizer_state_dict")
         number = self._number(optimizer)
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
             written = self._roster.take_foreign_writes(number, self._resources.control)
             self._states[number].import_weights(written)
             self._states[number].load_state_dict(state)
@@ -414,20 +409,7 @@ class ZeroEngine:
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes of each kind of state in each tier, on this rank, staging and padding included."""
-        table: dict[str, dict[str, int]] = {
-            tier: dict.fromkeys(MEMORY_KINDS, 0) for tier in ("device", "host", "nvme")
-        }
-        table["device"]["params"] = sum(
-            p.numel() * p.element_size() for p in self.model.parameters()
-        )
-        states = [block for item in self._states for block in item.blocks.values()]
-        table[self.config.optimizer]["master"] = sum(item.master_bytes for item in states)
-        table[self.config.optimizer]["moments"] = sum(item.moment_bytes for item in states)
-        table[self.config.gradients]["gradients"] = self._gradients.gradient_bytes
-        table["device"]["staging"] += self._buckets.nbytes + self._resources.group.workspace_bytes
-        table[self.config.gradients]["staging"] += self._gradients.staging_bytes
-        table[self.config.optimizer]["staging"] += self._pipeline.staging_bytes
-        return table
+        return self._accounts.held(self.model)
 
     def ledger(self) -> dict[str, int]:
         """Bytes this rank moved since the start, by direction and collective."""
@@ -458,7 +440,7 @@ class ZeroEngine:
         """
         if self._closed:
             return
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
             self._reducer.abort()
             self._agreement.forget()
             self._clipper.forget()
@@ -509,7 +491,7 @@ class ZeroEngine:
         """One optimizer's step; `optimizer.step()` comes here."""
         self._check_open("step")
         number = self._number(optimizer)
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
             self._manage(self._roster.newcomers())
             self._reducer.check_cleared(number)
             summary = self._agreement.summarise(number)
@@ -531,7 +513,7 @@ class ZeroEngine:
         number = self._number(optimizer)
         self._clipper.take(number)
         members = [member for member in self._roster.members if member.optimizer == number]
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
             if set_to_none:
                 self._reducer.clear([number])
             else:
@@ -589,8 +571,8 @@ class ZeroEngine:
             wire_bytes=DTYPES[self.config.reduce_dtype].itemsize,
             limit=self.config.bucket_size,
         )
-        self._plan_budget(blocks)
-        with torch.inference_mode(mode=False), torch.no_grad():
+        self._budget.plan(self._accounts.needed(self.model, self._roster.blocks, blocks))
+        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
             self._reducer.end_backward()
             self._roster.admit(members, blocks)
             self._gradients.add_blocks(blocks)
@@ -602,28 +584,11 @@ class ZeroEngine:
             for member in members:
                 self._hooks.attach(member)
 
-    def _plan_budget(self, blocks: Sequence[Block]) -> None:
-        """Refuse new blocks before allocating when their states and buffers would not fit a limit."""
-        config, every = self.config, [*self._roster.blocks, *blocks]
-        held = self.memory()
-        need: dict[Tier, int] = {
-            "device": sum(held["device"].values()) - held["device"]["staging"],
-            "host": sum(held["host"].values()) - held["host"]["staging"],
-        }
-        for block in blocks:
-            aliased = config.optimizer == "device" and block.dtype == torch.float32
-            count = self._states[block.optimizer].num_states + (not aliased)
-            need[config.optimizer] += max(block.chunk * 4 * count, 64)
-            need[config.gradients] += max(block.chunk * self._gradients.dtype(block).itemsize, 64)
-        need[config.optimizer] += self._pipeline.planned(every)
-        need["device"] += self._buckets.planned(every)
-        self._budget.plan(need)
-
     def _equalise_ranks(self) -> None:
         """Make parameters and buffers equal to rank 0's, as DistributedDataParallel does."""
         if self._resources.group.size == 1:
             return
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
             tensors = [item.data for item in (*self.model.parameters(), *self.model.buffers())]
             self._resources.control.broadcast(tensors)
         if self.config.broadcast_buffers and any(True for _ in self.model.buffers()):
@@ -642,7 +607,7 @@ class ZeroEngine:
         Done before each training forward of the model itself. For a framework that calls submodules in its own order.
         """
         if self._resources.group.size > 1 and self.config.broadcast_buffers:
-            with torch.inference_mode(mode=False), torch.no_grad():
+            with untraced(), torch.inference_mode(mode=False), torch.no_grad():
                 self._resources.control.broadcast([item.data for item in self.model.buffers()])
 
     def before_forward(self) -> None:

@@ -340,7 +340,7 @@ def test_full_grads_inside_full_grads() -> None:
             assert torch.equal(outer, inner)
 
 
-@pytest.mark.xfail(reason="dynamo traces into the hooks")
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it traces what it then leaves alone
 def test_a_whole_training_step_under_torch_compile() -> None:
     found, expected = make(TinyMLP), make(TinyMLP)
     plain = exact_sgd(expected.parameters())
@@ -428,18 +428,8 @@ def test_weights_written_between_steps_are_trained_on(settings: dict[str, Any], 
 
 
 @pytest.mark.parametrize("how", ["data", "numpy"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param(
-            HOST, marks=pytest.mark.xfail(reason="such a write leaves no trace for autograd to see")
-        ),
-        DEVICE,
-    ],
-    ids=str,
-)
-def test_weights_written_behind_autograds_back(settings: dict[str, Any], how: str) -> None:
-    """`p.data.clamp_(...)`, as old WGAN code has it: with masters in host memory the next update undoes it."""
+def test_weights_written_behind_autograds_back(how: str) -> None:
+    """`p.data.clamp_(...)`, as old WGAN code has it, where the weights are their own master."""
 
     def script(session: Session) -> None:
         for step in range(4):
@@ -448,7 +438,23 @@ def test_weights_written_behind_autograds_back(settings: dict[str, Any], how: st
             if step == 1:
                 write(session.model, how)
 
-    assert_like_plain_torch(TinyMLP, script, settings=(settings,))
+    assert_like_plain_torch(TinyMLP, script, settings=(DEVICE,))
+
+
+@pytest.mark.parametrize("how", ["data", "numpy"])
+def test_weights_written_behind_autograds_back_are_undone_by_a_host_master(how: str) -> None:
+    """Such a write leaves no trace to see; the documents say so, and that the next step undoes it."""
+    found = []
+    for written in (False, True):
+        model = make(TinyMLP)
+        with engine_for(model, exact_sgd(model.parameters()), **HOST) as (engine, optimizer):
+            # The gradient is made before the write, so that the write shows in the weights alone.
+            engine.backward(mlp_loss(model, 0))
+            if written:
+                write(model, how)
+            optimizer.step()
+            found.append(snapshot(model))
+    assert_same_bits(found[0], found[1])
 
 
 def write(model: Any, how: str) -> None:

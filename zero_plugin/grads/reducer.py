@@ -331,7 +331,7 @@ class GradientReducer:
         while self._next < len(self._order):
             block = self._order[self._next]
             fill = self._fills[block.index]
-            if not fill.arrived or len(fill.arrived) < fill.expected:
+            if len(fill.arrived) < fill.expected:
                 return
             self._launch(block)
 

@@ -191,17 +191,7 @@ class ProcessGroup:
             CollectiveTimeoutError: a rank did not call it within the timeout.
         """
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-            if (
-                dist.is_available()
-                and not dist.is_initialized()
-                and dist.is_torchelastic_launched()
-            ):
-                warnings.warn(
-                    "this process was started by torchrun, but torch.distributed is not initialised, so it trains alone: call "
-                    "torch.distributed.init_process_group() before building the engine",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
+            _warn_if_launched()
             solo = SoloCollectives(kernels)
             return cls(data=solo, control=None, watchdog=None, ledger=ledger)
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -432,6 +422,17 @@ class ProcessGroup:
 
     def _count_headers(self, nbytes: int) -> None:
         self._ledger.add("headers", (self.size - 1) * nbytes)
+
+
+def _warn_if_launched() -> None:
+    """Say that ranks which a launcher started train apart, where nobody joined them."""
+    if dist.is_available() and not dist.is_initialized() and dist.is_torchelastic_launched():
+        warnings.warn(
+            "this process was started by torchrun, but torch.distributed is not initialised, so it trains alone: call "
+            "torch.distributed.init_process_group() before building the engine",
+            RuntimeWarning,
+            stacklevel=5,
+        )
 
 
 def _gather_ranks(rank: int, size: int, timeout_seconds: float) -> None:

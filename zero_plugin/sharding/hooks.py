@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -183,6 +184,19 @@ class ForwardHook:
     def remove(self) -> None:
         """Take the hook off; idempotent."""
         self._handle.remove()
+
+
+@contextmanager
+def untraced() -> Generator[None]:
+    """Keep Dynamo from compiling what runs inside, also where it called us; what `torch.compiler.disable` does, without
+    importing Dynamo where nobody uses it."""
+    native: Any = torch._C
+    frames = native._dynamo.eval_frame
+    before = frames.set_eval_frame(None)
+    try:
+        yield
+    finally:
+        frames.set_eval_frame(before)
 
 
 def bump_versions(parameters: Sequence[nn.Parameter]) -> None:

@@ -1,0 +1,87 @@
+"""How many bytes an engine holds in each tier, and how many more blocks would need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from zero_plugin.config import Tier, ZeroConfig
+from zero_plugin.grads.buckets import Buckets
+from zero_plugin.grads.offload import GradientShards
+from zero_plugin.optim.pipeline import StepPipeline
+from zero_plugin.optim.states import OptimizerStates
+from zero_plugin.sharding.partition import Block
+
+KINDS: tuple[str, ...] = ("params", "master", "moments", "gradients", "activations", "staging")
+"""Keys of each tier, the same in all."""
+
+_SMALLEST = 64
+"""Bytes of the smallest allocation."""
+
+
+class Accounts:
+    """Adds up what the parts of an engine hold.
+
+    Args:
+        config: the tiers.
+        states: of each optimizer.
+        gradients: the reduced chunks.
+        buckets: device buffers.
+        pipeline: the step's staging.
+        workspace: bytes that the transport keeps.
+    """
+
+    def __init__(
+        self,
+        config: ZeroConfig,
+        states: Sequence[OptimizerStates],
+        gradients: GradientShards,
+        buckets: Buckets,
+        pipeline: StepPipeline,
+        workspace: Callable[[], int],
+    ) -> None:
+        self._config = config
+        self._states = states
+        self._gradients = gradients
+        self._buckets = buckets
+        self._pipeline = pipeline
+        self._workspace = workspace
+
+    def held(self, model: nn.Module) -> dict[str, dict[str, int]]:
+        """Bytes of each kind in each tier now, staging and padding included."""
+        config = self._config
+        table: dict[str, dict[str, int]] = {
+            tier: dict.fromkeys(KINDS, 0) for tier in ("device", "host", "nvme")
+        }
+        table["device"]["params"] = sum(p.numel() * p.element_size() for p in model.parameters())
+        states = [block for item in self._states for block in item.blocks.values()]
+        table[config.optimizer]["master"] = sum(item.master_bytes for item in states)
+        table[config.optimizer]["moments"] = sum(item.moment_bytes for item in states)
+        table[config.gradients]["gradients"] = self._gradients.gradient_bytes
+        table["device"]["staging"] += self._buckets.nbytes + self._workspace()
+        table[config.gradients]["staging"] += self._gradients.staging_bytes
+        table[config.optimizer]["staging"] += self._pipeline.staging_bytes
+        return table
+
+    def needed(
+        self, model: nn.Module, present: Sequence[Block], more: Sequence[Block]
+    ) -> dict[Tier, int]:
+        """Bytes of each tier once `more` blocks are added to the present ones."""
+        config, every = self._config, [*present, *more]
+        held = self.held(model)
+        need: dict[Tier, int] = {
+            "device": sum(held["device"].values()) - held["device"]["staging"],
+            "host": sum(held["host"].values()) - held["host"]["staging"],
+        }
+        for block in more:
+            aliased = config.optimizer == "device" and block.dtype == torch.float32
+            count = self._states[block.optimizer].num_states + (not aliased)
+            need[config.optimizer] += max(block.chunk * 4 * count, _SMALLEST)
+            need[config.gradients] += max(
+                block.chunk * self._gradients.dtype(block).itemsize, _SMALLEST
+            )
+        need[config.optimizer] += self._pipeline.planned(every)
+        need["device"] += self._buckets.planned(every)
+        return need
