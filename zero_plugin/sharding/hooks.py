@@ -188,8 +188,10 @@ class ForwardHook:
 
 @contextmanager
 def untraced() -> Generator[None]:
-    """Keep Dynamo from compiling what runs inside, also where it called us; what `torch.compiler.disable` does, without
-    importing Dynamo where nobody uses it."""
+    """Keep Dynamo from compiling what runs inside.
+
+    What `torch.compiler.disable` does, without importing Dynamo where nobody uses it.
+    """
     native: Any = torch._C
     frames = native._dynamo.eval_frame
     before = frames.set_eval_frame(None)
