@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from zero_plugin.config import Tier, ZeroConfig
-from zero_plugin.errors import BudgetError
+from zero_plugin.config import Tier, ZeroConfig, parse_bytes
+from zero_plugin.errors import BudgetError, ConfigError
 from zero_plugin.runtime.memory import available_host_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Budget:
@@ -14,9 +18,21 @@ class Budget:
 
     Args:
         config: the limits.
+        device: where the model computes; host memory is pinned for a CUDA device.
+
+    Raises:
+        ConfigError: `pinned_limit` is set where nothing is pinned.
     """
 
-    def __init__(self, config: ZeroConfig) -> None:
+    def __init__(self, config: ZeroConfig, device: torch.device) -> None:
+        self._pinned: int | None = None
+        if config.pinned_limit is not None:
+            if device.type != "cuda":
+                raise ConfigError(
+                    f"pinned_limit={config.pinned_limit!r} has no effect on {device}: only memory for a CUDA device is "
+                    "pinned; use host_limit"
+                )
+            self._pinned = parse_bytes(config.pinned_limit, "pinned_limit")
         self._limits: dict[Tier, int | None] = {
             "device": config.limit("device"),
             "host": config.limit("host"),
@@ -54,9 +70,12 @@ class Budget:
         self._taken[tier] += nbytes
 
     def _check(self, tier: Tier, nbytes: int) -> None:
-        limit = self._limits[tier]
-        if limit is not None and nbytes > limit:
-            raise BudgetError(
-                f"the states and buffers need {nbytes:,} bytes of {tier} memory on this rank, and {tier}_limit is "
-                f"{limit:,}: raise it, use more processes, a smaller bucket_bytes, or place optimizer or gradients elsewhere"
-            )
+        limits = {f"{tier}_limit": self._limits[tier]}
+        if tier == "host":
+            limits["pinned_limit"] = self._pinned
+        for name, limit in limits.items():
+            if limit is not None and nbytes > limit:
+                raise BudgetError(
+                    f"the states and buffers need {nbytes:,} bytes of {tier} memory on this rank, and {name} is {limit:,}: "
+                    "raise it, use more processes, a smaller bucket_bytes, or place optimizer or gradients elsewhere"
+                )

@@ -100,7 +100,7 @@ class ZeroConfig:
     """Most bytes of host memory the engine's own states and buffers may take."""
 
     pinned_limit: int | str | None = None
-    """Most bytes of host memory that may be pinned."""
+    """Most bytes of host memory that may be pinned; on CUDA devices, where host states and buffers are."""
 
     nvme_limit: int | str | None = None
     """Most bytes on the `nvme` tier."""
@@ -305,6 +305,10 @@ class ZeroConfig:
                         f"{name}={getattr(self, name)!r} has no effect: no state is placed on 'nvme'; "
                         f"leave {name} out or place a state there"
                     )
+        if self.delayed_update_warmup != 40 and not self.delayed_update:
+            raise ConfigError(
+                f"delayed_update_warmup={self.delayed_update_warmup!r} has no effect without delayed_update: leave it out"
+            )
         if not self.overlap and self.backend not in ("auto", "inline"):
             raise ConfigError(
                 f"overlap=False contradicts backend={self.backend!r}: without overlap every operation runs inline; "

@@ -84,9 +84,9 @@ class ZeroEngine:
         members = collect_parameters(model, self.optimizers)
         self._device = find_device(model, members)
         self._closed = False
+        self._budget = Budget(self.config, self._device)
         self._resources = Resources.open(self.config, self._device)
         self._roster = Roster(model, self.optimizers)
-        self._budget = Budget(self.config)
         self._scaler = LossScaler(self.config.loss_scale)
         self._nonfinite = NonFinitePolicy(self.config, self._scaler)
         self._clipper = Clipper()

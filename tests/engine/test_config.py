@@ -12,6 +12,7 @@ from support.models import TinyMLP, make_gpt, mlp_loss
 from support.training import adamw, config
 from torch import nn
 
+from zero_plugin.budget import Budget
 from zero_plugin.config import ZeroConfig, parse_bytes
 from zero_plugin.engine import ZeroEngine
 from zero_plugin.errors import BudgetError, ConfigError, OptimizerError, ParameterError, ZeroError
@@ -302,3 +303,26 @@ def test_trace_is_written_at_the_end(tmp_path: Path) -> None:
         engine.step()
     events = json.loads(path.read_text())["traceEvents"]
     assert {"offload", "update", "upload"} <= {e["args"]["name"] for e in events if e["ph"] == "M"}
+
+
+def test_a_limit_on_pinned_memory_is_refused_where_nothing_is_pinned() -> None:
+    model = TinyMLP()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ConfigError, match=r"pinned_limit='1GiB' has no effect on cpu"):
+        ZeroEngine(model, optimizer, ZeroConfig(pinned_limit="1GiB"))
+
+
+def test_a_limit_on_pinned_memory_counts_host_states_of_a_cuda_device() -> None:
+    budget = Budget(ZeroConfig(pinned_limit=1000), torch.device("cuda"))
+    budget.plan({"device": 10_000, "host": 1000})
+    with pytest.raises(
+        BudgetError, match=r"need 1,001 bytes of host memory .* pinned_limit is 1,000"
+    ):
+        budget.plan({"host": 1001})
+    with pytest.raises(BudgetError, match=r"need 1,008 bytes of host memory"):
+        budget.take("host", 8)
+
+
+def test_a_warmup_without_a_delayed_update_is_refused() -> None:
+    with pytest.raises(ConfigError, match="delayed_update_warmup=10 has no effect"):
+        ZeroConfig(delayed_update_warmup=10)
