@@ -12,14 +12,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+SETTLE_SECONDS = 0.03
+
 
 def interleaved(
     sides: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 1
 ) -> dict[str, list[float]]:
-    """Seconds of every run: A B C A B C ..., so that a drift of the machine meets all sides alike."""
+    """Seconds of every run: A B C A B C ..., so that a drift of the machine meets all sides alike.
+
+    Threads of OpenMP spin for some milliseconds after their work; a pause lets them come to rest, so that
+    no side runs beside those of the one before it.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(warm_up + rounds):
         for name, run in sides.items():
+            time.sleep(SETTLE_SECONDS)
             start = time.perf_counter()
             run()
             elapsed = time.perf_counter() - start
