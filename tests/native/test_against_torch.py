@@ -107,5 +107,6 @@ def test_low_precision_weights_are_the_rounded_master(dtype):
             plain.grad = low.float()
             optimizer.step()
             mine.native(handle, low)
+            assert mine.output is not None
             assert torch.equal(mine.output, mine.master.to(dtype))
     torch.testing.assert_close(mine.master, plain.detach(), rtol=1e-6, atol=1e-7)

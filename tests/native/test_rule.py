@@ -6,6 +6,7 @@ import copy
 import math
 import re
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -147,7 +148,7 @@ class TestLion:
     def test_equals_its_rule(self):
         start = torch.randn(1001, generator=torch.Generator().manual_seed(2))
         parameter = torch.nn.Parameter(start.clone())
-        options = {"lr": 1e-2, "weight_decay": 0.1}
+        options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
         optimizer = Lion([parameter], **options)
         mine = Problem.create(Lion, options, start)
         for seed in range(20):

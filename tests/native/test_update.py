@@ -178,7 +178,8 @@ def test_any_problem(
 ):
     generator = torch.Generator().manual_seed(seed)
     master = torch.randn(sum(sizes), generator=generator)
-    mine = Problem.create(*case, master, output_dtype, sizes or [0])
+    kind, options = case
+    mine = Problem.create(kind, options, master, output_dtype, sizes or [0])
     other = mine.copy()
     with Kernels(threads=threads, isa=isa) as handle:
         for gradient in gradients(sum(sizes), gradient_dtype, seed):
