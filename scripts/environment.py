@@ -348,9 +348,20 @@ def prepare(recipe: Recipe, inspect: Callable[[Path], Machine] = inspect_machine
 
 
 def make(recipe: Recipe) -> None:
-    """Make the environment anew with everything but the package itself."""
-    shutil.rmtree(recipe.folder, ignore_errors=True)
-    print(f"making {recipe.folder}", flush=True)
+    """Make the environment anew with everything but the package itself.
+
+    Raises:
+        SetupError: The folder holds something that this script did not make.
+    """
+    folder = recipe.folder
+    if folder.exists() and any(folder.iterdir()) and not (folder / STAMP_NAME).exists():
+        raise SetupError(
+            f"{folder} exists and was not made by this script: choose a folder that does not exist, or remove it"
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    write_stamp(recipe, Stamp("", ""))
+    print(f"making {folder}", flush=True)
     install([sys.executable, "-m", "venv", str(recipe.folder)], "making a virtual environment")
     try:
         check_index(recipe)

@@ -24,7 +24,12 @@ def main() -> int:
         epilog="All other options go to the example; --example-help lists them.",
     )
     parser.add_argument("--torch-index", metavar="URL", help="package index to take torch from")
-    parser.add_argument("--venv", type=Path, default=environment.REPOSITORY / ".venv-example")
+    parser.add_argument(
+        "--venv",
+        type=Path,
+        default=environment.REPOSITORY / ".venv-example",
+        help="folder for the environment; made if absent",
+    )
     parser.add_argument("--example-help", action="store_true", help="show the example's options")
     options, rest = parser.parse_known_args()
 

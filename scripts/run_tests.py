@@ -24,7 +24,12 @@ def main() -> int:
         description="Set up an environment and run the checks and tests."
     )
     parser.add_argument("--torch-index", metavar="URL", help="package index to take torch from")
-    parser.add_argument("--venv", type=Path, default=environment.REPOSITORY / ".venv-tests")
+    parser.add_argument(
+        "--venv",
+        type=Path,
+        default=environment.REPOSITORY / ".venv-tests",
+        help="folder for the environment; made if absent",
+    )
     parser.add_argument("--only", nargs="+", choices=checks.NAMES, help="only these (default: all)")
     parser.add_argument("pytest", nargs="*", help="after --: options and paths for pytest")
     options = parser.parse_args()

@@ -6,6 +6,7 @@ nothing below this module says "stage".
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Mapping
@@ -13,7 +14,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from zero_plugin.errors import ConfigError
+from typing_extensions import Self
+
+from zero_plugin.errors import ConfigError, UnknownSettingError
 
 Tier = Literal["device", "host", "nvme"]
 """Where a state lies: the accelerator's memory, host memory, or files."""
@@ -61,6 +64,17 @@ def parse_bytes(value: int | str, name: str = "size") -> int:
     if number < 0:
         raise ConfigError(f"{name}={value!r} is negative: a byte count is 0 or more")
     return int(number * _BYTE_UNITS[unit])
+
+
+def _check_names(config: type, settings: Mapping[str, Any]) -> None:
+    known = [field.name for field in fields(config)]
+    for key, value in settings.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = (
+                f"did you mean {near[0]!r}?" if near else f"known settings are {', '.join(known)}"
+            )
+            raise UnknownSettingError(f"unknown setting {key!r} (value {value!r}): {hint}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +177,15 @@ class ZeroConfig:
         self._check_unsupported()
         self._check_combinations()
 
+    def __new__(cls, *values: Any, **settings: Any) -> Self:
+        """Refuse what is not a setting, naming the nearest one, before the dataclass would with less to say."""
+        if values:
+            raise UnknownSettingError(
+                f"ZeroConfig takes settings by name, not {values[0]!r}: for example ZeroConfig(stage=2)"
+            )
+        _check_names(cls, settings)
+        return super().__new__(cls)
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ZeroConfig:
         """Build a config from a mapping such as a YAML block.
@@ -170,19 +193,7 @@ class ZeroConfig:
         Raises:
             ConfigError: a key is not a field, with the nearest field named.
         """
-        known = [field.name for field in fields(cls)]
-        for key in values:
-            if key not in known:
-                import difflib
-
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = (
-                    f"did you mean {near[0]!r}?"
-                    if near
-                    else f"known settings are {', '.join(known)}"
-                )
-                raise ConfigError(f"unknown setting {key!r} (value {values[key]!r}): {hint}")
-        return cls(**values)
+        return cls(**{str(key): value for key, value in values.items()})
 
     @property
     def shards_optimizer(self) -> bool:
@@ -227,7 +238,8 @@ class ZeroConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or value not in allowed:
                 listed = ", ".join(repr(choice) for choice in allowed)
-                raise ConfigError(f"{name}={value!r} is not one of {listed}")
+                hint = ": for CPU memory use 'host'" if value == "cpu" else ""
+                raise ConfigError(f"{name}={value!r} is not one of {listed}{hint}")
         for name in ("overlap", "speculate", "delayed_update", "broadcast_buffers"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")

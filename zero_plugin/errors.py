@@ -13,6 +13,10 @@ class ConfigError(ZeroError, ValueError):
     """A setting is unknown, malformed, contradictory or not supported by this version."""
 
 
+class UnknownSettingError(ConfigError, TypeError):
+    """A setting that does not exist, or one given by position; a TypeError too, as for any unknown argument."""
+
+
 class ParameterError(ZeroError, ValueError):
     """A model parameter cannot be managed: non-leaf, duplicated, foreign, or of an unsupported dtype."""
 

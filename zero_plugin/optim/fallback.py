@@ -107,7 +107,7 @@ def check_element_wise(optimizer: torch.optim.Optimizer) -> None:
     options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     cure = (
         "use an element-wise optimizer (the compiled Adam, AdamW, Adagrad, Lion, SGD, or another of torch.optim), or "
-        "train without sharding"
+        "train without zero-plugin"
     )
     generator = torch.Generator(device="cpu").manual_seed(0)
     start = torch.randn(6, 4, generator=generator, device="cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from zero_plugin.errors import CheckpointError, OptimizerError
 from zero_plugin.optim.blocks import BlockStates, allocate_states
 from zero_plugin.optim.fallback import ForeignBlock, check_element_wise, clone_optimizer
 from zero_plugin.optim.plan import StepPlan, plan_step
-from zero_plugin.optim.rule import Rule, rule_for, unsupported_option
+from zero_plugin.optim.rule import Rule, rule_for, unsupported_option, why_not
 from zero_plugin.runtime.backend import Backend
 from zero_plugin.sharding.partition import Block
 
@@ -46,6 +47,11 @@ class OptimizerStates:
         self.rule: Rule | None = rule_for(optimizer)
         if self.rule is None:
             check_element_wise(optimizer)
+            logging.getLogger(__name__).warning(
+                "%s runs as plain torch on this rank's shards, slower than a compiled optimizer: %s",
+                type(optimizer).__name__,
+                why_not(optimizer),
+            )
         self._foreign_names = [] if self.rule is not None else foreign_state_names(optimizer)
         self.blocks: dict[int, BlockStates] = {}
         self._steps: dict[int, int] = {}
