@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import random
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -241,6 +242,27 @@ class Recorder(Callback):
         self.series.accuracy.append(float(trainer.callback_metrics["accuracy"]))
 
 
+class PlainProgress(Callback):
+    """A line every ten steps, where there is no terminal to draw a bar on."""
+
+    def __init__(self, series: Series, steps: int) -> None:
+        self.series = series
+        self.steps = steps
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Print the step."""
+        step = trainer.global_step
+        if trainer.is_global_zero and (step % 10 == 0 or step == self.steps):
+            print(f"{self.series.strategy}: step {step} of {self.steps}", flush=True)
+
+
 def train(strategy: str, settings: Settings, *, accelerator: str, devices: int) -> Series:
     """Fine-tune once and return what was measured (the same on every process)."""
     L.seed_everything(settings.seed, verbose=False)
@@ -260,7 +282,12 @@ def train(strategy: str, settings: Settings, *, accelerator: str, devices: int) 
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         log_every_n_steps=1,
-        callbacks=[Recorder(series, settings.seed), RichProgressBar()],
+        max_epochs=1,
+        callbacks=[
+            Recorder(series, settings.seed),
+            RichProgressBar() if sys.stdout.isatty() else PlainProgress(series, settings.steps),
+        ],
+        enable_progress_bar=sys.stdout.isatty(),
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
@@ -342,6 +369,14 @@ def summary(runs: Sequence[Series]) -> str:
     return "\n".join(lines)
 
 
+def positive(text: str) -> int:
+    """A whole number above 0, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     default = Settings()
@@ -349,23 +384,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--strategy", default="zero_offload", choices=["zero_offload", "zero_2", "zero_1", "ddp"]
     )
-    parser.add_argument("--devices", type=int, default=1, help="processes (default: 1)")
+    parser.add_argument("--devices", type=positive, default=1, help="processes (default: 1)")
     parser.add_argument(
         "--accelerator",
         choices=["cpu", "cuda"],
         help="default: cuda if enough GPUs are there, else cpu",
     )
     parser.add_argument(
-        "--precision", default=default.precision, help="32-true, bf16-true, bf16-mixed, ..."
+        "--precision",
+        default=default.precision,
+        choices=["32-true", "bf16-true", "bf16-mixed", "16-mixed", "16-true"],
     )
-    parser.add_argument("--steps", type=int, default=default.steps)
+    parser.add_argument("--steps", type=positive, default=default.steps)
     parser.add_argument(
-        "--batch-size", type=int, default=default.batch_size, help="all processes together"
+        "--batch-size", type=positive, default=default.batch_size, help="all processes together"
     )
     parser.add_argument(
-        "--max-length", type=int, default=default.max_length, help="tokens a review is cut to"
+        "--max-length", type=positive, default=default.max_length, help="tokens a review is cut to"
     )
-    parser.add_argument("--validation-size", type=int, default=default.validation_size)
+    parser.add_argument("--validation-size", type=positive, default=default.validation_size)
     parser.add_argument("--seed", type=int, default=default.seed)
     parser.add_argument(
         "--compare",
@@ -410,9 +447,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if is_first:
             print(f"training under {name}", flush=True)
         runs.append(train(name, settings, accelerator=accelerator, devices=options.devices))
+        if is_first:  # after each run: an interrupted comparison keeps what it has
+            save(runs, settings, options.devices, options.output)
     if is_first:
         print(summary(runs))
-        save(runs, settings, options.devices, options.output)
         print(f"figure: {options.output / 'minilm_loss_accuracy.png'}")
 
 
