@@ -303,9 +303,13 @@ class ZeroConfig:
         }
         for name, wanted in later.items():
             if wanted:
+                cure = (
+                    "leave it False"
+                    if getattr(self, name) is True
+                    else "stages 0 to 2 with optimizer and gradients on 'device' or 'host' are (see the table in the README)"
+                )
                 raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is not supported by this version of zero-plugin: "
-                    "stages 0 to 2 with optimizer and gradients on 'device' or 'host' are (see the table in the README)"
+                    f"{name}={getattr(self, name)!r} is not supported by this version of zero-plugin: {cure}"
                 )
 
     def _check_combinations(self) -> None:
