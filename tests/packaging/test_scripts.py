@@ -296,3 +296,13 @@ def test_readme_names_the_commands_and_ci_runs_the_second() -> None:
     assert "exec python3 scripts/run_tests.py\n" in ci
     assert shutil.which("bash")
     assert (REPOSITORY / ".ci" / "run").stat().st_mode & stat.S_IXUSR
+
+
+def test_a_folder_of_somebody_elses_is_left_alone(environment: ModuleType, tmp_path: Path) -> None:
+    precious = tmp_path / "mine" / "thesis.txt"
+    precious.parent.mkdir()
+    precious.write_text("chapter 1")
+    recipe = environment.Recipe(folder=precious.parent, extras=("dev",), editable=True)
+    with pytest.raises(environment.SetupError, match="was not made by this script"):
+        environment.make(recipe)
+    assert precious.read_text() == "chapter 1"
