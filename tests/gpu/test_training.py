@@ -7,6 +7,7 @@ import torch
 from support.models import gpt_batch, make_gpt
 
 from zero_plugin import ZeroConfig, ZeroEngine
+from zero_plugin.config import Tier
 
 pytestmark = pytest.mark.cuda
 
@@ -39,7 +40,7 @@ def losses_of(config: ZeroConfig | None, dtype: torch.dtype) -> tuple[list[float
 @pytest.mark.parametrize("gradients", ["device", "host"])
 @pytest.mark.parametrize("optimizer", ["device", "host"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_fp32_follows_plain_torch(stage: int, optimizer: str, gradients: str) -> None:
+def test_fp32_follows_plain_torch(stage: int, optimizer: Tier, gradients: Tier) -> None:
     config = ZeroConfig(stage=stage, optimizer=optimizer, gradients=gradients, bucket_bytes="16KiB")
     plain, ours = losses_of(None, torch.float32), losses_of(config, torch.float32)
     assert max(abs(a - b) for a, b in zip(plain[0], ours[0], strict=True)) <= 1e-5
