@@ -49,3 +49,41 @@ class Kernels:
     ) -> None: ...
     def stream(self, segments: int, num_segments: int) -> None: ...
     def close(self) -> None: ...
+
+class IoEngine:
+    """Reads and writes of files, many at once."""
+
+    def __init__(self, kind: str, queue_depth: int, block_bytes: int) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def registration(self) -> str: ...
+    def add_file(self, descriptor: int, alignment: int) -> int: ...
+    def register_memory(self, address: int, nbytes: int) -> None: ...
+    def transfer(
+        self, requests: Sequence[tuple[bool, int, int, int, int]]
+    ) -> tuple[int, bool, int, int, int, int] | None:
+        """
+        Requests are (write, file, offset, address, bytes). None when all ended, else (file, write, offset, wanted, got, errno) of the first that failed; errno 0 is the file's end.
+        """
+
+    def close(self) -> None: ...
+
+def direct_alignment(descriptor: int) -> tuple[int, int]:
+    """
+    What direct I/O asks of (addresses, offsets); zeros where the system does not say.
+    """
+
+def file_system(descriptor: int) -> str:
+    """Name of the file system that an open file lies on."""
+
+def crc32c(address: int, nbytes: int, portable: bool = False) -> int:
+    """CRC-32C of memory; portable: by table."""
+
+def block_sums(address: int, nbytes: int, block: int, sums: int) -> None:
+    """Writes one uint32 sum, never 0, for each block of memory."""
+
+def first_mismatch(address: int, nbytes: int, block: int, sums: int) -> int:
+    """First block whose sum is not the one kept (0: not looked at), or -1."""

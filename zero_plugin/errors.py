@@ -61,5 +61,9 @@ class CheckpointError(ZeroError, RuntimeError):
     """A checkpoint does not fit the model, optimizer or version it is loaded into."""
 
 
+class StoreError(ZeroError, OSError):
+    """Reading, writing or reserving a file of the NVMe tier failed, or its bytes are not those written."""
+
+
 class NativeExtensionError(ZeroError, ImportError):
     """The compiled extension is missing or does not fit this machine."""

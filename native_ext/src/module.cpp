@@ -9,6 +9,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+
+#include "module_io.h"
 #pragma GCC diagnostic pop
 
 #include <cstdint>
@@ -123,4 +125,6 @@ NB_MODULE(_native, module) {
            "gradient_dtype"_a, "output_dtype"_a, "scale"_a, "clip_value"_a.none(), NoGil())
       .def("stream", &stream, "segments"_a, "num_segments"_a, NoGil())
       .def("close", &zp::Kernels::close, NoGil());
+
+  bind_io(module);
 }

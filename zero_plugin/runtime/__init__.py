@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zero_plugin.runtime.backend import Backend, Lane, LaneKind, Memory
 from zero_plugin.runtime.buffers import Lease, LeaseState, SlabPool
+from zero_plugin.runtime.io import ByteStore, Read, Write
 from zero_plugin.runtime.operations import (
     Accumulate,
     Collective,
@@ -22,6 +23,7 @@ __all__ = [
     "Accumulate",
     "Backend",
     "BackendName",
+    "ByteStore",
     "Collective",
     "Copy",
     "Lane",
@@ -32,11 +34,13 @@ __all__ = [
     "Memory",
     "NormPartials",
     "Operation",
+    "Read",
     "SlabPool",
     "SumRanks",
     "Ticket",
     "TicketState",
     "Update",
+    "Write",
     "Zero",
     "create_backend",
 ]

@@ -1,0 +1,1 @@
+"""The NVMe tier: files of fixed size that lanes read and write."""
