@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from zero_plugin.engine import ZeroEngine
     from zero_plugin.errors import ZeroError
     from zero_plugin.optim.lion import Lion
+    from zero_plugin.tiling.convert import tile_linears
+    from zero_plugin.tiling.loss import tiled_cross_entropy
 
     __version__: str
 
@@ -27,6 +29,8 @@ __all__ = [
     "__version__",
     "errors",
     "register",
+    "tile_linears",
+    "tiled_cross_entropy",
 ]
 
 # name -> (module that holds it, attribute there; None: the module itself)
@@ -37,6 +41,8 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "ZeroError": ("zero_plugin.errors", "ZeroError"),
     "errors": ("zero_plugin.errors", None),
     "register": ("zero_plugin._autoload", "register"),
+    "tile_linears": ("zero_plugin.tiling.convert", "tile_linears"),
+    "tiled_cross_entropy": ("zero_plugin.tiling.loss", "tiled_cross_entropy"),
 }
 
 

@@ -10,7 +10,10 @@ import pytest
 
 import zero_plugin
 
-PUBLIC = ["Lion", "ZeroConfig", "ZeroEngine", "ZeroError", "__version__", "errors", "register"]
+PUBLIC = [
+    *("Lion", "ZeroConfig", "ZeroEngine", "ZeroError", "__version__", "errors", "register"),
+    *("tile_linears", "tiled_cross_entropy"),
+]
 
 CONFIG_FIELDS = [
     *("stage", "params", "optimizer", "gradients", "activations"),

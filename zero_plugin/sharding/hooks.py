@@ -144,12 +144,17 @@ def check_unmanaged(managed: ManagedParameter) -> None:
     Raises:
         EngineStateError: its gradients already go to an engine.
     """
-    hooks: Any = getattr(managed.parameter, "_post_accumulate_grad_hooks", None) or {}
-    if any(isinstance(hook, _AfterAccumulate) for hook in hooks.values()):
+    if is_managed(managed.parameter):
         raise EngineStateError(
             f"parameter {managed.name!r} already belongs to a live engine: close that one first (engine.close()), or give "
             "all optimizers of the model to one engine"
         )
+
+
+def is_managed(parameter: nn.Parameter) -> bool:
+    """Whether the gradients of a parameter go to a live engine."""
+    hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(isinstance(hook, _AfterAccumulate) for hook in hooks.values())
 
 
 class _BeforeForward:
