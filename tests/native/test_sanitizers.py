@@ -61,13 +61,14 @@ def test_native_test_is_clean(names, tmp_path):
         "ASAN_OPTIONS": "detect_leaks=1",
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
     }
-    ran = subprocess.run(
-        [build / "native_ext" / "native_test"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=os.environ | options | {"TSAN_OPTIONS": "halt_on_error=1"},
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "all native tests passed" in ran.stdout
+    for program in ("native_test", "io_test"):
+        ran = subprocess.run(
+            [build / "native_ext" / program],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env=os.environ | options | {"TSAN_OPTIONS": "halt_on_error=1"},
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        assert "all native tests passed" in ran.stdout

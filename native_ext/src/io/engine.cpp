@@ -13,7 +13,7 @@ namespace {
 
 constexpr unsigned kMaxEmpty = 8;        // results without progress and without an error
 constexpr unsigned kPatientStalls = 16;  // put off this often, an operation is retried at once
-constexpr unsigned kMaxStalls = 10'000;  // about ten seconds
+constexpr unsigned kMaxStalls = 5'000;   // about five seconds
 constexpr std::uint64_t kMaxBlock = 1u << 30;
 
 }  // namespace

@@ -21,7 +21,7 @@ namespace {
 
 constexpr std::uint64_t kMaxBuffer = std::uint64_t{1} << 30;  // the kernel's, for one buffer
 constexpr std::size_t kMaxBuffers = 1024;
-constexpr unsigned kMaxRefusals = 10'000;  // of the system call itself, about ten seconds
+constexpr unsigned kMaxRefusals = 5'000;  // of the system call itself, about five seconds
 
 struct Session {
   explicit Session(unsigned entries) : ring(entries) {}
