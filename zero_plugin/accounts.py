@@ -12,7 +12,9 @@ from zero_plugin.grads.buckets import Buckets
 from zero_plugin.grads.offload import GradientShards
 from zero_plugin.optim.pipeline import StepPipeline
 from zero_plugin.optim.states import OptimizerStates
+from zero_plugin.sharding.parameters import RESIDENT
 from zero_plugin.sharding.partition import Block
+from zero_plugin.sharding.sharded import ShardedModel
 
 KINDS: tuple[str, ...] = ("params", "master", "moments", "gradients", "activations", "staging")
 """Keys of each tier, the same in all."""
@@ -31,9 +33,10 @@ class Accounts:
         buckets: device buffers.
         pipeline: the step's staging.
         workspace: bytes that the transport keeps.
+        sharded: the sharded weights, or None.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - the parts it adds up
         self,
         config: ZeroConfig,
         states: Sequence[OptimizerStates],
@@ -41,7 +44,9 @@ class Accounts:
         buckets: Buckets,
         pipeline: StepPipeline,
         workspace: Callable[[], int],
+        sharded: ShardedModel | None,
     ) -> None:
+        self._sharded = sharded
         self._config = config
         self._states = states
         self._gradients = gradients
@@ -55,7 +60,15 @@ class Accounts:
         table: dict[str, dict[str, int]] = {
             tier: dict.fromkeys(KINDS, 0) for tier in ("device", "host", "nvme")
         }
-        table["device"]["params"] = sum(p.numel() * p.element_size() for p in model.parameters())
+        sharded = self._sharded
+        table["device"]["params"] = sum(
+            p.numel() * p.element_size()
+            for p in model.parameters()
+            if sharded is None or not sharded.is_released(p)
+        )
+        if sharded is not None:
+            table[config.params]["params"] += sharded.shards.nbytes
+            table["device"]["staging"] += sharded.gatherer.staging_bytes
         states = [block for item in self._states for block in item.blocks.values()]
         table[config.optimizer]["master"] = sum(item.master_bytes for item in states)
         table[config.optimizer]["moments"] = sum(item.moment_bytes for item in states)
@@ -76,12 +89,17 @@ class Accounts:
             "host": sum(held["host"].values()) - held["host"]["staging"],
         }
         for block in more:
-            aliased = config.optimizer == "device" and block.dtype == torch.float32
+            tier = "device" if block.unit == RESIDENT else config.params
+            aliased = config.optimizer == tier and block.dtype == torch.float32
             count = self._states[block.optimizer].num_states + (not aliased)
             need[config.optimizer] += max(block.chunk * 4 * count, _SMALLEST)
             need[config.gradients] += max(
                 block.chunk * self._gradients.dtype(block).itemsize, _SMALLEST
             )
+        if self._sharded is not None:
+            needs = self._sharded.needs(more)
+            need[config.params] += needs.shards
+            need["device"] += needs.staging + needs.gathered
         need[config.optimizer] += self._pipeline.planned(every)
         need["device"] += self._buckets.planned(every)
         return need

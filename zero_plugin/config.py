@@ -90,7 +90,7 @@ class ZeroConfig:
     """
 
     stage: int = 2
-    """0: nothing sharded; 1: optimizer states; 2: and gradients; 3: and parameters (not in this version)."""
+    """0: nothing sharded; 1: optimizer states; 2: and gradients; 3: and parameters."""
 
     params: Tier = "device"
     """Tier of the compute weights."""
@@ -148,6 +148,15 @@ class ZeroConfig:
 
     bucket_bytes: int | str = "32MiB"
     """Gradient bytes (in `reduce_dtype`) that are reduced and moved together."""
+
+    persist_below: int = 0
+    """Stage 3: parameters with fewer elements than this stay gathered."""
+
+    prefetch_units: int = 1
+    """Stage 3: how many units are gathered ahead of their use."""
+
+    prefetch_bytes: int | str | None = None
+    """Stage 3: most bytes of full weights gathered ahead. None: `prefetch_units` times the largest unit."""
 
     loss_scale: float | Literal["dynamic"] | None = None
     """Factor on the loss, a power of two, or `dynamic` for fp16. None: 1."""
@@ -218,6 +227,12 @@ class ZeroConfig:
         return None if value is None else parse_bytes(value, f"{tier}_limit")
 
     @property
+    def prefetch_limit(self) -> int | None:
+        """`prefetch_bytes` as a number of bytes, or None."""
+        value = self.prefetch_bytes
+        return None if value is None else parse_bytes(value, "prefetch_bytes")
+
+    @property
     def bucket_size(self) -> int:
         """`bucket_bytes` as a number of bytes."""
         return parse_bytes(self.bucket_bytes, "bucket_bytes")
@@ -245,7 +260,7 @@ class ZeroConfig:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
 
     def _check_numbers(self) -> None:
-        for name in ("device_limit", "host_limit", "pinned_limit", "nvme_limit"):
+        for name in ("device_limit", "host_limit", "pinned_limit", "nvme_limit", "prefetch_bytes"):
             value = getattr(self, name)
             if value is not None:
                 parse_bytes(value, name)
@@ -261,6 +276,7 @@ class ZeroConfig:
         for name, value in counts.items():
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name}={value!r} must be a whole number above 0")
+        self._check_gather()
         if type(self.backend_seed) is not int:
             raise ConfigError(f"backend_seed={self.backend_seed!r} must be a whole number")
         if (
@@ -293,8 +309,7 @@ class ZeroConfig:
 
     def _check_unsupported(self) -> None:
         later = {
-            "stage": self.stage == 3,
-            "params": self.params != "device",
+            "params": self.params == "nvme",
             "activations": self.activations != "device",
             "optimizer": self.optimizer == "nvme",
             "gradients": self.gradients == "nvme",
@@ -306,13 +321,36 @@ class ZeroConfig:
                 cure = (
                     "leave it False"
                     if getattr(self, name) is True
-                    else "stages 0 to 2 with optimizer and gradients on 'device' or 'host' are (see the table in the README)"
+                    else "stages 0 to 3 with params, optimizer and gradients on 'device' or 'host' are (see the table in the "
+                    "README)"
                 )
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} is not supported by this version of zero-plugin: {cure}"
                 )
 
+    def _check_below_stage_3(self) -> None:
+        if self.shards_parameters:
+            return
+        if self.params != "device":
+            raise ConfigError(
+                f"params={self.params!r} needs stage=3: below it every rank keeps the whole weights on its device; set "
+                "stage=3, or params='device'"
+            )
+        defaults = {"persist_below": 0, "prefetch_units": 1, "prefetch_bytes": None}
+        for name, default in defaults.items():
+            if getattr(self, name) != default:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} has no effect below stage 3: leave it out, or set stage=3"
+                )
+
+    def _check_gather(self) -> None:
+        for name in ("persist_below", "prefetch_units"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise ConfigError(f"{name}={value!r} must be a whole number, 0 or more")
+
     def _check_combinations(self) -> None:
+        self._check_below_stage_3()
         uses_nvme = "nvme" in (self.params, self.optimizer, self.gradients, self.activations)
         if not uses_nvme:
             for name in ("nvme_path", "nvme_limit"):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from zero_plugin.access import FullAccess
 from zero_plugin.accounts import Accounts
 from zero_plugin.budget import Budget
 from zero_plugin.config import ZeroConfig
@@ -38,11 +39,13 @@ from zero_plugin.optim.kept import KeptStates
 from zero_plugin.optim.pipeline import StepPipeline
 from zero_plugin.optim.states import OptimizerStates
 from zero_plugin.resources import Resources
-from zero_plugin.sharding.hooks import ForwardHook, GradientHooks, untraced
+from zero_plugin.sharding.hooks import GradientHooks, untraced
 from zero_plugin.sharding.parameters import ManagedParameter, collect_parameters
 from zero_plugin.sharding.partition import ShardPlace
+from zero_plugin.sharding.replicas import Replicas
 from zero_plugin.sharding.roster import Roster
 from zero_plugin.sharding.setup import check_same_setup
+from zero_plugin.sharding.sharded import ShardedModel
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -90,7 +93,6 @@ class ZeroEngine:
         self._scaler = LossScaler(self.config.loss_scale)
         self._nonfinite = NonFinitePolicy(self.config, self._scaler)
         self._clipper = Clipper()
-        self._buffer_hook: ForwardHook | None = None
         self._learned_order = False
         try:
             self._assemble()
@@ -101,8 +103,9 @@ class ZeroEngine:
             self, _abandon, self._hooks, self._roster.members, self._resources
         )
         try:
+            shards = self._sharded.shards if self._sharded else None
             self._states = [
-                OptimizerStates(item, self._resources.backend, self.config.optimizer)
+                OptimizerStates(item, self._resources.backend, self.config.optimizer, shards)
                 for item in self.optimizers
             ]
             group = self._resources.group
@@ -114,8 +117,20 @@ class ZeroEngine:
                 self._buckets,
                 self._pipeline,
                 lambda: group.workspace_bytes,
+                self._sharded,
             )
-            self._equalise_ranks()
+            self._access = FullAccess(
+                roster=self._roster,
+                sharded=self._sharded,
+                states=self._states,
+                reducer=self._reducer,
+                agreement=self._agreement,
+                gradients=self._gradients,
+                pipeline=self._pipeline,
+                scaler=self._scaler,
+                is_first=group.rank == 0,
+            )
+            self._replicas.equalise()
             self._manage(members)
             for item in self.optimizers:
                 facade.install(item, self)
@@ -140,6 +155,19 @@ class ZeroEngine:
             self._roster.of,
             sharded=config.shards_optimizer,
         )
+        self._replicas = Replicas(self.model, control, config)
+        self._hooks = GradientHooks(self._reducer)
+        self._sharded: ShardedModel | None = None
+        if self._resources.weight_group is not None:
+            self._sharded = ShardedModel(
+                self.model,
+                backend,
+                self._resources.weight_group,
+                self._place,
+                config,
+                self._hooks.watch,
+            )
+            self._hooks.ended = self._sharded.gatherer.end_backward
         self._pipeline = StepPipeline(
             backend,
             group,
@@ -147,8 +175,8 @@ class ZeroEngine:
             config.optimizer,
             self._buckets,
             sharded=config.shards_optimizer,
+            weights=self._sharded.shards if self._sharded else None,
         )
-        self._hooks = GradientHooks(self._reducer)
 
     # Backward ----------------------------------------------------------------------------------------------------
 
@@ -179,7 +207,7 @@ class ZeroEngine:
             raise
         self._hooks.announced = False
         with untraced(), torch.inference_mode(mode=False), torch.no_grad():
-            self._reducer.end_backward()
+            self._hooks.end_backward()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale (the loss itself without loss scaling)."""
@@ -288,10 +316,20 @@ class ZeroEngine:
     # Access ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def full_params(self) -> Generator[None]:
-        """Inside, every parameter holds its full, finished weights. At stages 0 to 2 they always do after a step."""
+    def full_params(self, *, writeback: bool = False) -> Generator[None]:
+        """Inside, every parameter holds its full, finished weights. At stages 0 to 2 they always do after a step.
+
+        A collective at stage 3.
+
+        Args:
+            writeback: at stage 3, take what is written inside into the shards and masters; write the same on every rank.
+
+        Raises:
+            ParameterError: at stage 3, a parameter was written to without `writeback`.
+        """
         self._check_open("full_params")
-        yield
+        with self._access.params(writeback=writeback):
+            yield
 
     @contextmanager
     def full_grads(self) -> Generator[None]:
@@ -300,42 +338,15 @@ class ZeroEngine:
         A gradient no rank has is None. Writes are not carried into the step.
         """
         self._check_open("full_grads")
-        if self._reducer.showing:
-            yield
-            return
-        stand_ins: list[tuple[ManagedParameter, Tensor | None]] = []
         with untraced(), torch.inference_mode(mode=False), torch.no_grad():
             self._manage(self._roster.newcomers())
-            numbers = range(len(self.optimizers))
-            present = {i for number in numbers for i in self._agreement.summarise(number).present}
-            for block in self._roster.blocks:
-                if not any(member.index in present for member in block.parameters):
-                    continue
-                chunk, after = self._gradients.chunk(block)
-                for ticket in after:
-                    ticket.wait()
-                fulls = self._pipeline.gather_chunk(block, chunk)
-                for member, full in zip(block.parameters, fulls, strict=True):
-                    stand_ins.append((member, member.parameter.grad))
-                    grad = full.to(block.device, torch.float32).div_(self._scaler.scale)
-                    seen = member.index in present
-                    member.parameter.grad = grad.to(block.dtype) if seen else None
-        self._reducer.showing = True
-        try:
+        with self._access.grads():
             yield
-        finally:
-            self._reducer.showing = False
-            for member, stand_in in stand_ins:
-                member.parameter.grad = stand_in
 
     def full_state_dict(self) -> dict[str, Any]:
         """The model's state dict on the CPU of rank 0, empty on the others; all ranks call it."""
         self._check_open("full_state_dict")
-        if self._resources.group.rank != 0:
-            return {}
-        return {
-            name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()
-        }
+        return self._access.state_dict(self.model)
 
     def optimizer_state_dict(
         self, optimizer: Optimizer, *, rank0_only: bool = False
@@ -444,6 +455,8 @@ class ZeroEngine:
             self._reducer.abort()
             self._agreement.forget()
             self._clipper.forget()
+            if self._sharded is not None:
+                self._sharded.gatherer.reset()
             if self._resources.group.size == 1:
                 self._resources.backend.settle()
             self._gradients.forget_ended()
@@ -470,8 +483,10 @@ class ZeroEngine:
             # A lane may be waiting for a rank that will not come.
             stack.callback(self._resources.group.close)
             stack.callback(self._reducer.release)
-            if self._buffer_hook is not None:
-                stack.callback(self._buffer_hook.remove)
+            stack.callback(self._replicas.close)
+            if self._sharded is not None:
+                alone = self._resources.group.size == 1
+                stack.callback(self._sharded.close, restore=alone)
             for item in self.optimizers:
                 if getattr(item, "zero_host", None) is self:
                     facade.release(item)
@@ -493,6 +508,8 @@ class ZeroEngine:
         number = self._number(optimizer)
         with untraced(), torch.inference_mode(mode=False), torch.no_grad():
             self._manage(self._roster.newcomers())
+            if self._sharded is not None:
+                self._sharded.gatherer.release_all()
             self._reducer.check_cleared(number)
             summary = self._agreement.summarise(number)
             clip = self._clipper.take(number)
@@ -544,6 +561,15 @@ class ZeroEngine:
             item.block.parameters[position] for item in plan.blocks for position in item.positions
         )
 
+    @property
+    def _place(self) -> ShardPlace:
+        sharded, group = self.config.shards_optimizer, self._resources.group
+        return ShardPlace(
+            shards=group.size if sharded else 1,
+            rank=group.rank if sharded else 0,
+            world_size=group.size,
+        )
+
     def _learn_order(self) -> None:
         """After the first backward, launch blocks in the order in which rank 0's gradients completed them."""
         if self._learned_order or len(self.optimizers) > 1:
@@ -559,15 +585,12 @@ class ZeroEngine:
         """Manage parameters that are new, became trainable, or were added to an optimizer."""
         if not members:
             return
-        sharded, group = self.config.shards_optimizer, self._resources.group
-        place = ShardPlace(
-            shards=group.size if sharded else 1,
-            rank=group.rank if sharded else 0,
-            world_size=group.size,
-        )
+        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
+            if self._sharded is not None:
+                self._sharded.open(members)
         blocks = self._roster.form(
             members,
-            place,
+            self._place,
             wire_bytes=DTYPES[self.config.reduce_dtype].itemsize,
             limit=self.config.bucket_size,
         )
@@ -575,6 +598,8 @@ class ZeroEngine:
         with untraced(), torch.inference_mode(mode=False), torch.no_grad():
             self._reducer.end_backward()
             self._roster.admit(members, blocks)
+            if self._sharded is not None:
+                self._sharded.admit(blocks)
             self._gradients.add_blocks(blocks)
             for number, states in enumerate(self._states):
                 states.add_blocks([block for block in blocks if block.optimizer == number])
@@ -583,37 +608,15 @@ class ZeroEngine:
             self._pipeline.add_blocks(self._roster.blocks)
             for member in members:
                 self._hooks.attach(member)
-
-    def _equalise_ranks(self) -> None:
-        """Make parameters and buffers equal to rank 0's, as DistributedDataParallel does."""
-        if self._resources.group.size == 1:
-            return
-        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
-            tensors = [item.data for item in (*self.model.parameters(), *self.model.buffers())]
-            self._resources.control.broadcast(tensors)
-        if self.config.broadcast_buffers and any(True for _ in self.model.buffers()):
-            this = weakref.ref(self)
-
-            def before_forward() -> None:
-                engine = this()
-                if engine is not None and not engine.closed:
-                    engine.before_forward()
-
-            self._buffer_hook = ForwardHook(self.model, before_forward)
+            if self._sharded is not None:
+                self._sharded.seal()
 
     def broadcast_buffers(self) -> None:
         """Send rank 0's buffers to all ranks; all ranks call it.
 
         Done before each training forward of the model itself. For a framework that calls submodules in its own order.
         """
-        if self._resources.group.size > 1 and self.config.broadcast_buffers:
-            with untraced(), torch.inference_mode(mode=False), torch.no_grad():
-                self._resources.control.broadcast([item.data for item in self.model.buffers()])
-
-    def before_forward(self) -> None:
-        """Send rank 0's buffers before a training forward."""
-        if self.model.training and torch.is_grad_enabled():
-            self.broadcast_buffers()
+        self._replicas.broadcast_buffers()
 
     def _number(self, optimizer: Optimizer) -> int:
         for number, item in enumerate(self.optimizers):

@@ -27,6 +27,7 @@ class Resources:
 
     Attributes:
         group: the ranks.
+        weight_group: the ranks again, for the gathers of sharded weights; None where weights are not sharded.
         kernels: compiled kernels with their own threads.
         backend: lanes and memory.
         control: the ranks' small messages.
@@ -36,6 +37,7 @@ class Resources:
     """
 
     group: ProcessGroup
+    weight_group: ProcessGroup | None
     kernels: Kernels
     backend: Backend
     control: Control
@@ -64,13 +66,22 @@ class Resources:
         group = ProcessGroup.create(
             device=device, ledger=ledger, timeout_seconds=config.timeout_seconds
         )
+        weight_group: ProcessGroup | None = None
         try:
+            if config.shards_parameters:
+                # Their own sequence: a rank may reduce a bucket before or after a gather that another one sees in the
+                # other order, since a bucket waits for its last gradient.
+                weight_group = ProcessGroup.create(
+                    device=device, ledger=ledger, timeout_seconds=config.timeout_seconds
+                )
             threads = config.threads or _threads_of_a_rank(group)
             try:
                 kernels = Kernels(threads=threads, isa=config.instruction_set)
             except ValueError as error:
                 raise ConfigError(f"instruction_set={config.instruction_set!r}: {error}") from error
-            group.use_kernels(kernels)
+            for each in (group, weight_group):
+                if each is not None:
+                    each.use_kernels(kernels)
             backend = create_backend(
                 config.backend if config.overlap else "inline",
                 device=device,
@@ -81,9 +92,12 @@ class Resources:
             )
         except BaseException:
             group.close()
+            if weight_group is not None:
+                weight_group.close()
             raise
         return cls(
             group=group,
+            weight_group=weight_group,
             kernels=kernels,
             backend=backend,
             control=Control(group, backend),
@@ -96,6 +110,8 @@ class Resources:
         """Stop threads, leave the groups, and write the log; idempotent."""
         # The group first: a lane may be waiting for a rank that will not come.
         self.group.close()
+        if self.weight_group is not None:
+            self.weight_group.close()
         self.backend.close()
         self.kernels.close()
         if self.trace is not None and self.trace_path is not None:

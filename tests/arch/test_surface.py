@@ -20,7 +20,8 @@ CONFIG_FIELDS = [
     *("nvme_path", "device_limit", "host_limit", "pinned_limit", "nvme_limit"),
     *("overlap", "speculate", "nonfinite", "nonfinite_patience"),
     *("delayed_update", "delayed_update_warmup", "trace"),
-    *("reduce_dtype", "gradient_dtype", "bucket_bytes", "loss_scale", "broadcast_buffers"),
+    *("reduce_dtype", "gradient_dtype", "bucket_bytes"),
+    *("persist_below", "prefetch_units", "prefetch_bytes", "loss_scale", "broadcast_buffers"),
     *("backend", "backend_seed", "threads", "instruction_set", "timeout_seconds"),
 ]
 

@@ -88,7 +88,7 @@ def test_nvme_is_refused_where_it_would_not_be_used(stage: int, state: str) -> N
     [
         ({"nvme_path": "/nowhere"}, "nvme_path"),
         ({"nvme_limit": "1GiB"}, "nvme_limit"),
-        ({"stage": 3}, "stage"),
+        ({"prefetch_units": 3}, "prefetch_units"),
         ({"params": "host"}, "params"),
         ({"delayed_update": True}, "delayed_update"),
         ({"speculate": True}, "speculate"),

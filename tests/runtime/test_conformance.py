@@ -604,6 +604,9 @@ def test_trace_shows_issue_begin_and_end(
     assert issued == ["down", "up"]
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.*Profiler clears events"
+)  # torch 2.11 warns of its own default
 def test_profiler_sees_the_lane_while_tracing(make_backend: Callable[..., Backend]) -> None:
     for trace, expected in ((Trace(), True), (None, False)):
         lane = make_backend("inline", trace=trace).lane("lane", "host")

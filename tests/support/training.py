@@ -113,7 +113,8 @@ def train(recipe: Recipe, *, rank: int = 0, **settings: Any) -> Outcome:
             outcome.norms.append(engine.clip_grad_norm_(bound))
             optimizer.step()
             optimizer.zero_grad()
-        outcome.weights = snapshot(model)
+        with engine.full_params():
+            outcome.weights = snapshot(model)
         outcome.state = optimizer.state_dict()
         outcome.skipped = engine.skipped_steps
     return outcome

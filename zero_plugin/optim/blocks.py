@@ -39,6 +39,7 @@ class BlockStates:
         master: fp32 [chunk], or None when the compute weights are the master.
         states: fp32 [chunk] each, in the rule's order; empty for a foreign optimizer.
         foreign: the torch optimizer that runs this block, for optimizers without a compiled rule.
+        weights: the chunk of the compute weights on this rank, where they are sharded; else None.
     """
 
     block: Block
@@ -46,6 +47,19 @@ class BlockStates:
     master: Tensor | None
     states: tuple[Tensor, ...]
     foreign: ForeignBlock | None = None
+    weights: Tensor | None = None
+
+    @property
+    def weights_are_master(self) -> bool:
+        """Whether the shard of the compute weights is the master: fp32, in the optimizer's tier."""
+        return self.master is not None and self.master is self.weights
+
+    def weights_view(self, position: int) -> Tensor:
+        """This rank's slice of a member's compute weights."""
+        if self.weights is not None:
+            return self.block.own_view(self.weights, position)
+        part = self.block.own_slice(position)
+        return self.block.parameters[position].alias.narrow(0, part.start, part.numel)
 
     def master_view(self, position: int) -> Tensor:
         """This rank's slice of a member's fp32 master."""
@@ -57,7 +71,7 @@ class BlockStates:
     @property
     def master_bytes(self) -> int:
         """Bytes of the master; 0 where the compute weights serve."""
-        return 0 if self.master is None else self.master.numel() * 4
+        return 0 if self.master is None or self.weights_are_master else self.master.numel() * 4
 
     @property
     def moment_bytes(self) -> int:
@@ -72,13 +86,18 @@ class BlockStates:
             member = self.block.parameters[position]
             if member.moved:
                 member.refresh_alias()
-            if self.master is not None:
-                part = self.block.own_slice(position)
-                self.master_view(position).copy_(member.alias.narrow(0, part.start, part.numel))
+            if self.master is not None and not self.weights_are_master:
+                self.master_view(position).copy_(self.weights_view(position))
 
 
 def allocate_states(
-    backend: Backend, block: Block, tier: Tier, *, num_states: int, fills: Sequence[float]
+    backend: Backend,
+    block: Block,
+    tier: Tier,
+    *,
+    fills: Sequence[float],
+    weights: Tensor | None = None,
+    weights_tier: Tier = "device",
 ) -> BlockStates:
     """Reserve a block's region and import the master from the weights.
 
@@ -86,20 +105,26 @@ def allocate_states(
         backend: allocates the memory.
         block: whose states.
         tier: where they lie.
-        num_states: fp32 states beside the master.
-        fills: initial value of each state.
+        fills: initial value of each state beside the master.
+        weights: the chunk of the compute weights, where they are sharded; in the optimizer's tier and fp32 it is the
+            master.
+        weights_tier: where that chunk lies.
     """
     memory = "device" if tier == "device" else "host"
-    aliased = tier == "device" and block.dtype == torch.float32
-    count = num_states + (not aliased)
+    aliased = block.dtype == torch.float32 and (
+        tier == "device" if weights is None else weights_tier == tier
+    )
+    count = len(fills) + (not aliased)
     stride = round_up(block.chunk * 4, UNIT * 4)
     region = backend.allocate(max(count * stride, 64), memory)
     region.zero_()
     parts = [
         region[i * stride : i * stride + block.chunk * 4].view(torch.float32) for i in range(count)
     ]
-    master = None if aliased else parts.pop(0)
-    states = BlockStates(block=block, tier=tier, master=master, states=tuple(parts))
+    master = weights if aliased else parts.pop(0)
+    states = BlockStates(
+        block=block, tier=tier, master=master, states=tuple(parts), weights=weights
+    )
     for part, fill in zip(parts, fills, strict=True):
         if fill:
             for position in range(len(block.parameters)):

@@ -25,7 +25,9 @@ from zero_plugin.runtime.memory import round_to_pages
 from zero_plugin.runtime.operations import Collective, Copy, Update
 from zero_plugin.runtime.ticket import Ticket
 from zero_plugin.sharding.group import ProcessGroup
+from zero_plugin.sharding.parameters import RESIDENT
 from zero_plugin.sharding.partition import Block, rebuild, unpack_pairs
+from zero_plugin.sharding.weights import WeightShards
 
 _SLABS = 2
 
@@ -40,9 +42,10 @@ class StepPipeline:
         tier: where states lie and the update runs.
         buckets: device buffers.
         sharded: whether optimizer states are sharded.
+        weights: shards of the compute weights, where they are sharded.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts it connects
         self,
         backend: Backend,
         group: ProcessGroup,
@@ -51,7 +54,10 @@ class StepPipeline:
         buckets: Buckets,
         *,
         sharded: bool,
+        weights: WeightShards | None = None,
     ) -> None:
+        self._weights = weights
+        self._weights_tier: Tier = "device" if weights is None else weights.tier
         self._backend = backend
         self._group = group
         self._gradients = gradients
@@ -85,7 +91,10 @@ class StepPipeline:
         outputs = [
             block.chunk * block.dtype.itemsize
             for block in blocks
-            if block.dtype != torch.float32 and self._tier == "host"
+            if block.dtype != torch.float32
+            and (
+                self._tier == "host" if block.unit == RESIDENT else self._tier != self._weights_tier
+            )
         ]
         inputs = [block.chunk * 4 for block in blocks if self._gradients.tier != self._tier]
         return max(outputs, default=0), max(inputs, default=0)
@@ -160,6 +169,8 @@ class StepPipeline:
         self._gradients.read_by(block, updated)
         if input_lease is not None:
             input_lease.release(after=updated)
+        if block.unit != RESIDENT:
+            return self._publish_shard(plan, states, output, output_lease, updated)
         if self._gathers:
             return self._publish_gathered(plan, states, output, output_lease, updated)
         return self._publish_own(plan, states, output, output_lease, updated)
@@ -167,7 +178,8 @@ class StepPipeline:
     def _writes_weights(self, states: BlockStates) -> bool:
         """Whether the update writes the low-precision compute weights itself: same tier, one shard."""
         low = states.block.dtype != torch.float32
-        return states.tier == "device" and not self._gathers and low
+        resident = states.block.unit == RESIDENT
+        return states.tier == "device" and not self._gathers and low and resident
 
     def _gradient(self, block: Block) -> tuple[Tensor, tuple[Ticket[Any], ...], Lease | None]:
         chunk, after = self._gradients.chunk(block)
@@ -191,6 +203,8 @@ class StepPipeline:
         block = states.block
         if block.dtype == torch.float32 or self._writes_weights(states):
             return None, None
+        if states.weights is not None and self._tier == self._weights_tier:
+            return states.weights, None
         holder = f"weights of {block.name}"
         if self._outputs is not None:
             lease = self._outputs.acquire(holder)
@@ -228,6 +242,35 @@ class StepPipeline:
         if lease is not None:
             lease.release(after=uploaded)
         return uploaded
+
+    def _publish_shard(
+        self,
+        plan: BlockPlan,
+        states: BlockStates,
+        output: Tensor | None,
+        lease: Lease | None,
+        updated: Ticket[Any],
+    ) -> Ticket[Any]:
+        """Sharded weights: only the own shard is written; the next gather reads it."""
+        block, weights = plan.block, states.weights
+        source = output if output is not None else states.master
+        if self._weights is None or weights is None or source is None or source is weights:
+            written = updated
+        else:
+            written = self._upload.submit(
+                Copy(
+                    destinations=tuple(block.own_view(weights, p) for p in plan.positions),
+                    sources=tuple(block.own_view(source, p) for p in plan.positions),
+                    direction="host_to_device" if self._tier == "host" else "device_to_host",
+                    label=f"upload shard of {block.name}",
+                ),
+                after=(updated,),
+            )
+        if self._weights is not None:
+            self._weights.written_by(block, written)
+        if lease is not None:
+            lease.release(after=written)
+        return written
 
     def _publish_gathered(
         self,

@@ -16,7 +16,9 @@ from zero_plugin.optim.fallback import ForeignBlock, check_element_wise, clone_o
 from zero_plugin.optim.plan import StepPlan, plan_step
 from zero_plugin.optim.rule import Rule, rule_for, unsupported_option, why_not
 from zero_plugin.runtime.backend import Backend
+from zero_plugin.sharding.parameters import RESIDENT
 from zero_plugin.sharding.partition import Block
+from zero_plugin.sharding.weights import WeightShards
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -35,12 +37,20 @@ class OptimizerStates:
         optimizer: the user's torch optimizer.
         backend: allocates memory.
         tier: where the states lie.
+        weights: this rank's shards of the compute weights, where they are sharded.
 
     Raises:
         OptimizerError: the optimizer has no compiled rule and is not element-wise.
     """
 
-    def __init__(self, optimizer: Optimizer, backend: Backend, tier: Tier) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        backend: Backend,
+        tier: Tier,
+        weights: WeightShards | None = None,
+    ) -> None:
+        self._weights = weights
         self.optimizer = optimizer
         self._backend = backend
         self._tier: Tier = tier
@@ -71,8 +81,14 @@ class OptimizerStates:
         group = self.optimizer.param_groups[0]
         fills = () if self.rule is None else tuple(self.rule.initial_state(group))
         for block in blocks:
+            sharded = self._weights is not None and block.unit != RESIDENT
             states = allocate_states(
-                self._backend, block, self._tier, num_states=len(fills), fills=fills
+                self._backend,
+                block,
+                self._tier,
+                fills=fills,
+                weights=self._weights.chunk(block) if self._weights and sharded else None,
+                weights_tier=self._weights.tier if self._weights else "device",
             )
             if self.rule is None:
                 masters = {i: states.master_view(i) for i in range(len(block.parameters))}
@@ -129,10 +145,9 @@ class OptimizerStates:
                     continue
                 if member.moved:
                     member.refresh_alias()
-                if states.master is None:
+                if states.master is None or states.weights_are_master:
                     continue
-                part = states.block.own_slice(position)
-                weights = member.alias.narrow(0, part.start, part.numel)
+                weights = states.weights_view(position)
                 master = states.master_view(position)
                 # A master that rounds to the weight is the better copy of it: keep its low bits.
                 written = master.to(weights.dtype) != weights.to(master.device)

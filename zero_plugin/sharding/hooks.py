@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from zero_plugin.errors import EngineStateError
+from zero_plugin.sharding.guard import storage_key
 from zero_plugin.sharding.parameters import ManagedParameter
 
 if TYPE_CHECKING:
@@ -66,6 +68,8 @@ class GradientHooks:
         self._handles: list[RemovableHandle] = []
         self._nodes: list[Any] = []
         self._task = -1
+        self.ended: Callable[[], None] | None = None
+        """Called after the receiver at the end of the outermost backward."""
         self.announced = False
         """True while a caller that ends the backward itself is inside one (`engine.backward`)."""
 
@@ -100,9 +104,19 @@ class GradientHooks:
     def receive(self, index: int) -> None:
         """A gradient of parameter `index` was accumulated."""
         with torch.inference_mode(mode=False), torch.no_grad():
-            if not self.announced:
-                self._watch_for_the_end()
+            self.watch()
             self._receiver.receive(index)
+
+    def watch(self) -> None:
+        """Inside a backward: see to it that its end is noticed."""
+        if not self.announced:
+            self._watch_for_the_end()
+
+    def end_backward(self) -> None:
+        """The outermost backward has ended."""
+        self._receiver.end_backward()
+        if self.ended is not None:
+            self.ended()
 
     def remove(self) -> None:
         """Take every hook off; idempotent."""
@@ -125,7 +139,7 @@ class GradientHooks:
 
     def _end(self) -> None:
         with torch.inference_mode(mode=False), torch.no_grad():
-            self._receiver.end_backward()
+            self.end_backward()
 
 
 def _inside_custom_backward() -> bool:
@@ -157,20 +171,20 @@ def is_managed(parameter: nn.Parameter) -> bool:
     return any(isinstance(hook, _AfterAccumulate) for hook in hooks.values())
 
 
-class _BeforeForward:
-    """A forward pre-hook that does not outlive its engine: a copy of the module gets an inert one."""
+class _ModuleHook:
+    """A hook on a module's forward that does not outlive its engine: a copy of the module gets an inert one."""
 
-    def __init__(self, function: Callable[[], None] | None) -> None:
+    def __init__(self, function: Callable[[nn.Module], None] | None) -> None:
         self._function = function
 
-    def __call__(self, _: nn.Module, __: Any) -> None:
+    def __call__(self, module: nn.Module, *_: Any) -> None:
         """Call the function, if it is still wanted."""
         if self._function is not None:
-            self._function()
+            self._function(module)
 
-    def __reduce__(self) -> tuple[type[_BeforeForward], tuple[None]]:
+    def __reduce__(self) -> tuple[type[_ModuleHook], tuple[None]]:
         """Copy and pickle as an inert hook."""
-        return _BeforeForward, (None,)
+        return _ModuleHook, (None,)
 
 
 class ForwardHook:
@@ -182,13 +196,253 @@ class ForwardHook:
     """
 
     def __init__(self, module: nn.Module, function: Callable[[], None]) -> None:
-        # Inlined into a compiled forward, the function would be traced.
-        untraced: Any = torch.compiler.disable(function)
-        self._handle = module.register_forward_pre_hook(_BeforeForward(untraced))
+        def before(_: nn.Module) -> None:
+            function()
+
+        self._handle = module.register_forward_pre_hook(_ModuleHook(_not_compiled(before)))
 
     def remove(self) -> None:
         """Take the hook off; idempotent."""
         self._handle.remove()
+
+
+class UnitKeeper(Protocol):
+    """Gathers and releases units (`zero_plugin.sharding.gather`)."""
+
+    saver: Any
+    members: Mapping[int, tuple[Any, ManagedParameter]]
+
+    @property
+    def current_call(self) -> Any:
+        """The innermost forward."""
+        ...
+
+    def enter(self, units: Sequence[Any]) -> Any:
+        """A module's forward begins."""
+        ...
+
+    def leave(self, units: Sequence[Any], call: Any) -> None:
+        """A module's forward ended."""
+        ...
+
+    def passed(self, call: Any) -> None:
+        """A backward runs a node made in `call`."""
+        ...
+
+    def reached(self, call: Any, unit: Any) -> None:
+        """A backward needs the unit."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedWeight:
+    """What autograd saves instead of a weight's memory."""
+
+    unit: Any
+    member: ManagedParameter
+    call: Any
+    version: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedTensor:
+    """Any other tensor, with its version: autograd itself checks versions only where no hooks are."""
+
+    tensor: Tensor
+    version: int
+    call: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedBelow:
+    """What the hooks below made of a tensor."""
+
+    packed: Any
+    call: Any
+
+
+class SavedWeights:
+    """Saved-tensor hooks that replace weights by handles and pass everything else on.
+
+    Autograd asks only the innermost pair of hooks, so ours call the pair below for what is not a weight: with a
+    checkpoint around a unit it goes on working. The checkpoint counts what is saved, in forward and again when it recomputes,
+    so it is shown the weights too.
+
+    Args:
+        keeper: gathers a weight when it is unpacked.
+        before: called before a weight is unpacked, inside a backward.
+    """
+
+    def __init__(self, keeper: UnitKeeper, before: Callable[[], None]) -> None:
+        self._keeper = keeper
+        self._before = before
+        self._last_call: Any = None
+
+    @contextmanager
+    def saving(self) -> Generator[None]:
+        """Inside, weights are saved as handles."""
+        pushed = self.push()
+        try:
+            yield
+        finally:
+            if pushed:
+                self.pop()
+
+    def push(self) -> bool:
+        """Put the hooks on top; False where they are already."""
+        native = _hook_stack()
+        below = native._top_saved_tensors_default_hooks(True)  # noqa: FBT003 - a builtin
+        if below is not None and getattr(below[0], "saved_weights", None) is self:
+            return False
+        pack, unpack = self._make_hooks(below)
+        native._push_saved_tensors_default_hooks(pack, unpack)
+        return True
+
+    @staticmethod
+    def pop() -> None:
+        """Take the hooks off the top."""
+        _hook_stack()._pop_saved_tensors_default_hooks()
+
+    def _make_hooks(self, below: Any) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        members, keeper = self._keeper.members, self._keeper
+        pack_below, unpack_below = below or (None, None)
+        counts = pack_below is not None and pack_below.__module__ == "torch.utils.checkpoint"
+
+        def pack(tensor: Tensor) -> Any:
+            found = members.get(storage_key(tensor))
+            if found is None:
+                if pack_below is not None:
+                    return _SavedBelow(pack_below(tensor), keeper.current_call)
+                version = 0 if tensor.is_inference() else tensor._version
+                return _SavedTensor(tensor, version, keeper.current_call)
+            if counts and pack_below is not None:
+                pack_below(tensor)
+            unit, member = found
+            return _SavedWeight(
+                unit,
+                member,
+                keeper.current_call,
+                member.parameter._version,
+                tensor.shape,
+                tensor.stride(),
+                int(tensor.storage_offset()),
+            )
+
+        def unpack(saved: Any) -> Tensor:
+            if isinstance(saved, _SavedWeight):
+                return self._open(saved)
+            self._pass(saved.call)
+            if isinstance(saved, _SavedTensor):
+                tensor = saved.tensor
+                if not tensor.is_inference() and tensor._version != saved.version:
+                    raise RuntimeError(
+                        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                        f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version "
+                        f"{saved.version} instead"
+                    )
+                return tensor
+            return unpack_below(saved.packed) if unpack_below is not None else saved.packed
+
+        function: Any = pack
+        function.saved_weights = self
+        return pack, unpack
+
+    def _pass(self, call: Any) -> None:
+        if call is not self._last_call:
+            self._last_call = call
+            with untraced(), torch.inference_mode(mode=False), torch.no_grad():
+                self._keeper.passed(call)
+
+    def _open(self, saved: _SavedWeight) -> Tensor:
+        version = saved.member.parameter._version
+        if version != saved.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: parameter "
+                f"{saved.member.name!r} is at version {version}; expected version {saved.version} instead (an optimizer "
+                "step between a forward and its backward does this)"
+            )
+        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
+            if torch._C._current_graph_task_id() != -1:
+                self._before()
+            self._last_call = saved.call
+            self._keeper.reached(saved.call, saved.unit)
+            return saved.member.alias.as_strided(saved.size, saved.stride, saved.offset)
+
+
+class UnitHooks:
+    """Hooks on the modules whose forward needs units.
+
+    Args:
+        keeper: gathers and releases.
+        before_unpack: called before a weight is unpacked inside a backward.
+    """
+
+    def __init__(self, keeper: UnitKeeper, before_unpack: Callable[[], None]) -> None:
+        self._keeper = keeper
+        self.saved = SavedWeights(keeper, before_unpack)
+        self._handles: list[RemovableHandle] = []
+        self._inside: list[tuple[nn.Module, Sequence[Any], Any, bool]] = []
+        keeper.saver = self.saved
+
+    def attach(self, module: nn.Module, units: Sequence[Any]) -> None:
+        """Hook one module."""
+        this = weakref.ref(self)
+
+        def before(entered: nn.Module) -> None:
+            hooks = this()
+            if hooks is not None:
+                hooks.enter(entered, units)
+
+        def after(left: nn.Module) -> None:
+            hooks = this()
+            if hooks is not None:
+                hooks.leave(left)
+
+        enter = _ModuleHook(_not_compiled(before))
+        leave = _ModuleHook(_not_compiled(after))
+        self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+    def enter(self, module: nn.Module, units: Sequence[Any]) -> None:
+        """A forward begins."""
+        grad = torch.is_grad_enabled()
+        with torch.inference_mode(mode=False), torch.set_grad_enabled(grad):
+            call = self._keeper.enter(units)
+        self._inside.append((module, units, call, self.saved.push()))
+
+    def leave(self, module: nn.Module) -> None:
+        """A forward ended, well or not."""
+        if not any(item[0] is module for item in self._inside):
+            return  # It did not begin: an earlier hook raised.
+        while self._inside:
+            inside, units, call, pushed = self._inside.pop()
+            if pushed:
+                self.saved.pop()
+            with torch.inference_mode(mode=False), torch.no_grad():
+                self._keeper.leave(units, call)
+            if inside is module:
+                return
+
+    def remove(self) -> None:
+        """Take every hook off; idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _hook_stack() -> Any:
+    """Where autograd keeps its saved-tensor hooks."""
+    native: Any = torch._C
+    return native._autograd
+
+
+def _not_compiled(function: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    """Inlined into a compiled forward, the function would be traced."""
+    disabled: Any = torch.compiler.disable(function)
+    return disabled
 
 
 @contextmanager

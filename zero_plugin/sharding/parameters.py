@@ -13,6 +13,12 @@ from zero_plugin.errors import OptimizerError, ParameterError
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+FROZEN = -1
+"""Optimizer of a parameter that has none."""
+
+RESIDENT = -1
+"""Unit of a parameter that is in none."""
+
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class ManagedParameter:
@@ -22,7 +28,8 @@ class ManagedParameter:
         index: position among the managed parameters, the same on every rank.
         name: its (first) qualified name in the model.
         parameter: the user's own object; its identity never changes.
-        optimizer: index of the optimizer it belongs to.
+        optimizer: index of the optimizer it belongs to; `FROZEN` for a parameter that is only gathered.
+        unit: index of the unit it is gathered and released with; `RESIDENT` when its weights are always here.
         alias: flat tensor over the parameter's storage with a version counter of its own, so that publishing does not
             look like a write of the user's.
         shape: shape when it was taken on.
@@ -32,6 +39,7 @@ class ManagedParameter:
     name: str
     parameter: nn.Parameter
     optimizer: int
+    unit: int = RESIDENT
     alias: Tensor = field(init=False)
     shape: tuple[int, ...] = field(init=False)
 
@@ -46,9 +54,15 @@ class ManagedParameter:
         return self.parameter.numel()
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the full weights."""
+        return self.alias.numel() * self.alias.element_size()
+
+    @property
     def moved(self) -> bool:
         """Whether `parameter.data` was replaced since the alias was made."""
-        return self.alias.data_ptr() != self.parameter.data_ptr()
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.alias.data_ptr() != self.parameter.data_ptr()
 
     def check_unchanged(self) -> None:
         """Refuse a parameter whose dtype, device or shape is not what the states were laid out for.

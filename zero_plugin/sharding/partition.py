@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zero_plugin.sharding.layout import ChunkLayout, Slice, group_by_bytes, lay_out
-from zero_plugin.sharding.parameters import ManagedParameter
+from zero_plugin.sharding.parameters import RESIDENT, ManagedParameter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -28,6 +28,7 @@ class Block:
         device: device of the compute weights.
         optimizer: index of the optimizer.
         rank: which chunk of the layout this rank holds.
+        unit: the unit whose weights it is part of, or `RESIDENT`.
     """
 
     index: int
@@ -37,6 +38,7 @@ class Block:
     device: torch.device
     optimizer: int
     rank: int
+    unit: int = RESIDENT
 
     @property
     def chunk(self) -> int:
@@ -109,7 +111,10 @@ def form_blocks(
         limit: bytes of a block; a larger parameter is a block of its own.
         first_index: index of the first new block.
     """
-    keys = [(item.optimizer, item.parameter.dtype, item.parameter.device) for item in parameters]
+    keys = [
+        (item.unit, item.optimizer, item.parameter.dtype, item.parameter.device)
+        for item in parameters
+    ]
     groups = group_by_bytes([item.numel * wire_bytes for item in parameters], keys, limit)
     return [
         Block(
@@ -124,6 +129,7 @@ def form_blocks(
             device=parameters[members[0]].parameter.device,
             optimizer=parameters[members[0]].optimizer,
             rank=place.rank,
+            unit=parameters[members[0]].unit,
         )
         for number, members in enumerate(groups)
     ]

@@ -82,6 +82,11 @@ class Roster:
         for member in written:
             self._versions[member.index] = member.parameter._version
 
+    def note_written(self, indices: Iterable[int]) -> None:
+        """Writes of the user's that were taken in already."""
+        for index in indices:
+            self._versions[index] = self.members[index].parameter._version
+
     def take_foreign_writes(self, optimizer: int, control: Control) -> set[int]:
         """Members of an optimizer that user code wrote to, on any rank, since the last call; a collective."""
         members = [member for member in self.members if member.optimizer == optimizer]

@@ -1,0 +1,130 @@
+"""What user code reads and writes in full: weights, gradients and the state dict, each a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from zero_plugin.grads.agreement import GradientAgreement
+from zero_plugin.grads.offload import GradientShards
+from zero_plugin.grads.reducer import GradientReducer
+from zero_plugin.grads.scaler import LossScaler
+from zero_plugin.optim.pipeline import StepPipeline
+from zero_plugin.optim.states import OptimizerStates
+from zero_plugin.sharding.hooks import untraced
+from zero_plugin.sharding.parameters import ManagedParameter
+from zero_plugin.sharding.roster import Roster
+from zero_plugin.sharding.sharded import ShardedModel
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FullAccess:
+    """Full tensors of one engine.
+
+    Attributes:
+        roster: managed parameters.
+        sharded: sharded weights, or None.
+        states: of each optimizer.
+        reducer: knows which gradients are shown.
+        agreement: knows which gradients exist.
+        gradients: the reduced chunks.
+        pipeline: gathers chunks.
+        scaler: the factor on gradients.
+        is_first: whether this is rank 0.
+    """
+
+    roster: Roster
+    sharded: ShardedModel | None
+    states: Sequence[OptimizerStates]
+    reducer: GradientReducer
+    agreement: GradientAgreement
+    gradients: GradientShards
+    pipeline: StepPipeline
+    scaler: LossScaler
+    is_first: bool
+
+    @contextmanager
+    def params(self, *, writeback: bool) -> Generator[None]:
+        """Inside, every parameter holds its full weights; see `ZeroEngine.full_params`."""
+        if self.sharded is None:
+            yield
+            return
+        with ExitStack() as stack:
+            written = stack.enter_context(_as_engine(self.sharded.full(writeback=writeback)))
+            yield
+        for states in self.states:
+            with untraced(), torch.inference_mode(mode=False), torch.no_grad():
+                states.import_weights(written)
+        self.roster.note_written(written)
+
+    @contextmanager
+    def grads(self) -> Generator[None]:
+        """Inside, `Parameter.grad` holds the full gradient; see `ZeroEngine.full_grads`."""
+        if self.reducer.showing:
+            yield
+            return
+        stand_ins: list[tuple[ManagedParameter, Tensor | None]] = []
+        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
+            numbers = range(len(self.states))
+            present = {i for number in numbers for i in self.agreement.summarise(number).present}
+            for block in self.roster.blocks:
+                if not any(member.index in present for member in block.parameters):
+                    continue
+                chunk, after = self.gradients.chunk(block)
+                for ticket in after:
+                    ticket.wait()
+                fulls = self.pipeline.gather_chunk(block, chunk)
+                for member, full in zip(block.parameters, fulls, strict=True):
+                    stand_ins.append((member, member.parameter.grad))
+                    grad = full.to(block.device, torch.float32).div_(self.scaler.scale)
+                    seen = member.index in present
+                    member.parameter.grad = grad.to(block.dtype) if seen else None
+        self.reducer.showing = True
+        try:
+            yield
+        finally:
+            self.reducer.showing = False
+            for member, stand_in in stand_ins:
+                member.parameter.grad = stand_in
+
+    def state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """The model's state dict on the CPU of rank 0, one unit gathered at a time; empty on the others."""
+        full: dict[int, Tensor] = {}
+        if self.sharded is not None:
+            with untraced(), torch.inference_mode(mode=False), torch.no_grad():
+                for unit in self.sharded.gathered_units():
+                    for member in unit.members if self.is_first else ():
+                        full[id(member.parameter)] = _copy(member.parameter)
+        if not self.is_first:
+            return {}
+        found: dict[str, Any] = model.state_dict(keep_vars=True)
+        return {
+            name: full[id(value)] if id(value) in full else _copy(value)
+            for name, value in found.items()
+        }
+
+
+@contextmanager
+def _as_engine(inner: AbstractContextManager[T]) -> Generator[T]:
+    """Enter and leave `inner` as the engine works: untraced, without gradients; what is inside runs as it would."""
+    with untraced(), torch.inference_mode(mode=False), torch.no_grad():
+        value = inner.__enter__()
+    try:
+        yield value
+    except BaseException as error:
+        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
+            inner.__exit__(type(error), error, error.__traceback__)
+        raise
+    with untraced(), torch.inference_mode(mode=False), torch.no_grad():
+        inner.__exit__(None, None, None)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value

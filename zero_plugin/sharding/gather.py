@@ -1,0 +1,573 @@
+"""Brings the weights of units here when they are needed, and lets them go after.
+
+A unit is *released* (its parameters have no memory), *coming* (memory is there, lanes are filling it) or *here*. Who needs
+it says so: a forward that enters (`enter`, `leave`), a backward that unpacks a saved weight (`reached`), a computation outside
+any module (`borrow`).
+
+When a backward reaches a call of a unit, every unit whose own call began after that one ended has been passed: autograd runs
+the nodes of one thread in the reverse order of their creation, a consumer always being younger than what it consumes. So
+a unit is released in backward as soon as the call before it is reached, without a hook on gradients that may never come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zero_plugin.errors import ParameterError
+from zero_plugin.runtime.backend import Backend, Ticket
+from zero_plugin.runtime.buffers import SlabPool
+from zero_plugin.runtime.memory import round_to_pages
+from zero_plugin.runtime.operations import Collective, Copy
+from zero_plugin.sharding.group import ProcessGroup
+from zero_plugin.sharding.guard import guard_of, storage_key
+from zero_plugin.sharding.parameters import ManagedParameter
+from zero_plugin.sharding.partition import Block, unpack_pairs
+from zero_plugin.sharding.prefetch import OrderPredictor
+from zero_plugin.sharding.weights import WeightShards
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Phase = Literal["forward", "evaluation", "backward"]
+_END = "end of backward"
+_UNPLACED = -1.0
+"""Anchor of a unit that recomputation brought here: which call of the backward it serves is not known yet."""
+
+
+class Saver(Protocol):
+    """Keeps autograd from saving the memory of weights."""
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Inside, weights are saved as handles."""
+        ...
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Call:
+    """One forward of a unit's module.
+
+    Attributes:
+        start: when it began, in events.
+        end: when it ended; infinity while it runs.
+    """
+
+    start: float
+    end: float = math.inf
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Unit:
+    """Parameters that are gathered and released together.
+
+    Attributes:
+        index: position among the units, the same on every rank.
+        name: of its module.
+        members: its parameters, trainable and frozen.
+        blocks: how their shards are laid out.
+        is_here: whether the weights are complete.
+        tickets: of a gather under way, else empty.
+        holds: forwards inside it, and other holders.
+        anchor: start of the call it was last needed for.
+        task: autograd's number of the backward it was last needed in.
+        foreseen: gathered on a guess, and not needed yet.
+        versions: of the members' version counters when they were last shown.
+    """
+
+    index: int
+    name: str
+    members: list[ManagedParameter]
+    blocks: list[Block]
+    is_here: bool = True
+    tickets: tuple[Ticket[Any], ...] = ()
+    holds: int = 0
+    anchor: float = 0.0
+    task: int = -1
+    foreseen: bool = False
+    versions: list[int] = field(default_factory=list[int])
+
+    @property
+    def is_released(self) -> bool:
+        """Whether it has no memory."""
+        return not self.is_here and not self.tickets
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full weights."""
+        return sum(member.nbytes for member in self.members)
+
+
+class UnitGatherer:
+    """Gathers and releases units.
+
+    Args:
+        backend: lanes and memory.
+        group: the ranks, for gathers only.
+        shards: where the weights come from.
+        depth: how many units are gathered ahead.
+        ahead_bytes: most bytes gathered ahead, or None for `depth` times the largest unit.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        group: ProcessGroup,
+        shards: WeightShards,
+        *,
+        depth: int,
+        ahead_bytes: int | None,
+    ) -> None:
+        self._backend = backend
+        self._group = group
+        self._shards = shards
+        self._depth = depth
+        self._ahead_limit = ahead_bytes
+        self._fetch = backend.lane("fetch weights", "device")
+        self._collectives = backend.lane("gather weights", "device")
+        self._unpack = backend.lane("unpack weights", "device")
+        self._chunks: SlabPool | None = None
+        self._gathered: SlabPool | None = None
+        self._predictor = OrderPredictor()
+        self._last_event: tuple[int, Phase] | None = None
+        self._clock = 0.0
+        self._calls: list[Call] = []
+        self._guard = guard_of(self)
+        self._unit_of: dict[int, Unit] = {}
+        self._name_of: dict[int, str] = {}
+        self._closed = False
+        self.saver: Saver | None = None
+        """Set by the hooks."""
+        self.units: list[Unit] = []
+        """All units."""
+        self.members: Mapping[int, tuple[Unit, ManagedParameter]] = {}
+        """By the identity of a parameter's storage."""
+        self.gathered_bytes = 0
+        """Bytes of full weights that are here or coming."""
+        self.peak_bytes = 0
+        """The most there were."""
+        self.missed = 0
+        """Gathers that were not foreseen."""
+
+    # Units -------------------------------------------------------------------------------------------------------
+
+    def set_units(self, units: Sequence[Unit]) -> None:
+        """Take on units whose weights are here; their blocks may differ from the last call's."""
+        self.units = list(units)
+        self._unit_of = {id(m.parameter): unit for unit in units for m in unit.members}
+        self._name_of = {id(m.parameter): m.name for unit in units for m in unit.members}
+        self.members = {storage_key(m.alias): (unit, m) for unit in units for m in unit.members}
+        self.gathered_bytes = sum(unit.nbytes for unit in units if not unit.is_released)
+        self._reserve([block for unit in units for block in unit.blocks])
+
+    def planned(self, units: Iterable[Unit]) -> int:
+        """Device bytes of staging with these units."""
+        return sum(
+            round_to_pages(size) * count
+            for size, count in self._pool_sizes([b for unit in units for b in unit.blocks])
+        )
+
+    @property
+    def staging_bytes(self) -> int:
+        """Device bytes of staging."""
+        return sum(pool.nbytes for pool in (self._chunks, self._gathered) if pool is not None)
+
+    @property
+    def largest_unit_bytes(self) -> int:
+        """Bytes of the largest unit."""
+        return max((unit.nbytes for unit in self.units), default=0)
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a module that was hooked is in its forward, or a backward runs."""
+        return bool(self._calls) or _backward_task() != -1
+
+    # Forward -----------------------------------------------------------------------------------------------------
+
+    def enter(self, units: Sequence[Unit]) -> Call:
+        """A module's forward begins; its units are here when this returns."""
+        task = _backward_task()
+        phase: Phase = (
+            "backward" if task != -1 else "forward" if torch.is_grad_enabled() else "evaluation"
+        )
+        if task != -1:
+            self._release_nested(task)
+        else:
+            self._release_kept(units)
+        call = Call(start=self._tick())
+        for unit in units:
+            self._need(unit, phase)
+            unit.anchor = call.start if task == -1 else _UNPLACED
+            self.hold(unit)
+        self._calls.append(call)
+        return call
+
+    def leave(self, units: Sequence[Unit], call: Call) -> None:
+        """A module's forward ended; units nobody needs now are released.
+
+        Raises:
+            ParameterError: a weight was written to inside.
+        """
+        call.end = self._tick()
+        while self._calls and self._calls.pop() is not call:
+            pass  # A call whose end was not seen: an exception went through it.
+        written: list[str] = []
+        for unit in units:
+            written += self.let_go(unit)
+        if _backward_task() == -1:
+            for unit in units:
+                if unit.holds == 0 and not self._is_next(unit):
+                    self.release(unit)
+        if written:
+            raise ParameterError(
+                f"parameter {', '.join(map(repr, written))} was written to while it was gathered, and the write is lost: "
+                "write inside `with engine.full_params(writeback=True):`, on every rank"
+            )
+
+    @property
+    def current_call(self) -> Call:
+        """The innermost forward; a call of its own where there is none."""
+        if self._calls:
+            return self._calls[-1]
+        now = self._tick()
+        return Call(start=now, end=now)
+
+    def hold(self, unit: Unit) -> None:
+        """Show the weights of a unit that is here, until `let_go`."""
+        unit.holds += 1
+        if unit.holds == 1:
+            for member in unit.members:
+                member.parameter.__class__ = nn.Parameter
+            unit.versions = [member.parameter._version for member in unit.members]
+
+    def let_go(self, unit: Unit) -> list[str]:
+        """Undo one `hold`; returns the members that were written to meanwhile."""
+        unit.holds -= 1
+        if unit.holds:
+            return []
+        written = [
+            member.name
+            for member, version in zip(unit.members, unit.versions, strict=True)
+            if member.parameter._version != version
+        ]
+        self._hide(unit)
+        return written
+
+    # Backward ----------------------------------------------------------------------------------------------------
+
+    def passed(self, call: Call, needed: Unit | None = None) -> None:
+        """A backward runs a node that was made in `call`: release the units of younger calls, but not `needed`."""
+        for other in self.units:
+            passed = other.anchor > call.end and not other.foreseen
+            if passed and other is not needed and not other.holds and not other.is_released:
+                self.release(other)
+
+    def reached(self, call: Call, unit: Unit) -> None:
+        """A backward needs the unit for a node that was made in `call`; the unit is here when this returns."""
+        self.passed(call, needed=unit)
+        self._need(unit, "backward")
+        unit.anchor = call.start
+        unit.task = _backward_task()
+
+    def end_backward(self) -> None:
+        """The outermost backward has ended."""
+        self.release_all()
+        self._observe_end()
+
+    # Outside modules -----------------------------------------------------------------------------------------------
+
+    def name_of(self, parameter: Tensor) -> str:
+        """The parameter's name in the model."""
+        return self._name_of.get(id(parameter), "(unknown)")
+
+    def borrow(self, parameters: Sequence[Tensor], action: str) -> None:
+        """Bring weights here for one computation; they stay until the next release.
+
+        Raises:
+            ParameterError: other ranks may not take part, or the engine was closed.
+        """
+        names = ", ".join(repr(self.name_of(item)) for item in parameters)
+        if self._closed:
+            raise ParameterError(
+                f"parameter {names} was used ({action}) after engine.close() with its weights sharded: take "
+                "engine.full_state_dict() before, and load it into a new model"
+            )
+        if self._group.size > 1 and not (self.is_computing or torch.is_grad_enabled()):
+            raise ParameterError(
+                f"parameter {names} is sharded and was used ({action}) outside its module, where other ranks may not "
+                "take part in a gather: do it inside `with engine.full_params():`, on every rank"
+            )
+        for unit in {id(u): u for u in (self._unit_of[id(item)] for item in parameters)}.values():
+            phase: Phase = "backward" if _backward_task() != -1 else "forward"
+            with torch.inference_mode(mode=False), torch.no_grad():
+                self._need(unit, phase)
+            unit.anchor = self._clock
+
+    @contextmanager
+    def saving(self) -> Generator[None]:
+        """Inside, autograd saves handles instead of weights."""
+        if self.saver is None:
+            yield
+            return
+        with self.saver.saving():
+            yield
+
+    # Gather and release ----------------------------------------------------------------------------------------------
+
+    def bring(self, unit: Unit) -> None:
+        """Gather a unit and wait for it, without noting it as an event."""
+        if unit.is_released:
+            self._gather(unit)
+        self._await(unit)
+        unit.foreseen = False
+
+    def release(self, unit: Unit) -> None:
+        """Free the full weights of a unit; nothing to do if they are not here."""
+        if unit.is_released:
+            return
+        for ticket in unit.tickets:
+            # Lanes may still write: on a device their work comes before whatever gets this memory next.
+            ticket.on(self._backend.compute)
+        for member in unit.members:
+            member.alias.untyped_storage().resize_(0)
+        self._hide(unit)
+        unit.tickets = ()
+        unit.is_here = False
+        unit.foreseen = False
+        self.gathered_bytes -= unit.nbytes
+
+    def release_all(self) -> None:
+        """Release every unit nobody holds."""
+        for unit in self.units:
+            if unit.holds == 0:
+                self.release(unit)
+
+    def reset(self) -> None:
+        """After an exception: forget calls and holds, release everything, whatever state it is in."""
+        self._calls.clear()
+        for unit in self.units:
+            unit.holds = 0
+            for ticket in unit.tickets:
+                ticket.settle()
+            if unit.tickets:
+                unit.tickets = ()
+                unit.is_here = True
+            self.release(unit)
+        self._observe_end()
+
+    def close(self, *, restore: bool) -> None:
+        """Free the staging.
+
+        Args:
+            restore: bring every unit here and leave plain parameters; a collective.
+        """
+        if restore:
+            for unit in self.units:
+                self.bring(unit)
+                for member in unit.members:
+                    member.parameter.__class__ = nn.Parameter
+        self._closed = True
+        for pool in (self._chunks, self._gathered):
+            if pool is not None:
+                pool.close()
+        self._chunks = self._gathered = None
+
+    # Inside ------------------------------------------------------------------------------------------------------
+
+    def _need(self, unit: Unit, phase: Phase) -> None:
+        event = (unit.index, phase)
+        is_new = event != self._last_event
+        if is_new:
+            self._predictor.observe(event)
+            self._last_event = event
+        if unit.is_released:
+            self.missed += 1
+            self._gather(unit)
+        unit.foreseen = False
+        if is_new:
+            self._look_ahead(unit)
+        self._await(unit)
+
+    def _look_ahead(self, current: Unit) -> None:
+        wanted: list[Unit] = []
+        for event in self._predictor.predict(2 * self._depth + 1) if self._depth else ():
+            if not isinstance(event, tuple):
+                break
+            unit = self.units[event[0]]
+            if unit is not current and unit not in wanted:
+                wanted.append(unit)
+        limit = self._ahead_limit
+        if limit is None:
+            limit = self._depth * self.largest_unit_bytes
+        for unit in self.units:
+            if unit.foreseen and unit not in wanted[: self._depth]:
+                self.release(unit)
+        ahead = sum(unit.nbytes for unit in self.units if unit.foreseen)
+        for unit in wanted[: self._depth]:
+            if unit.is_released and ahead + unit.nbytes <= limit:
+                self._gather(unit)
+                unit.foreseen = True
+                ahead += unit.nbytes
+
+    def _is_next(self, unit: Unit) -> bool:
+        """Whether the unit will be needed again before any other: then it stays."""
+        event = next(iter(self._predictor.predict(1)), None)
+        return isinstance(event, tuple) and event[0] == unit.index
+
+    def _release_nested(self, task: int) -> None:
+        """Units that an inner backward (of a reentrant checkpoint) needed: it has ended, since `task` runs again."""
+        for unit in self.units:
+            if unit.task > task and not unit.holds and not unit.is_released and not unit.foreseen:
+                self.release(unit)
+
+    def _release_kept(self, wanted: Sequence[Unit]) -> None:
+        """Units that stayed on a wrong guess, or were borrowed: another one is needed now."""
+        for unit in self.units:
+            if not (unit.holds or unit.foreseen or unit.is_released or unit in wanted):
+                self.release(unit)
+
+    def _await(self, unit: Unit) -> None:
+        for ticket in unit.tickets:
+            ticket.on(self._backend.compute)
+        unit.tickets = ()
+        unit.is_here = True
+
+    def _hide(self, unit: Unit) -> None:
+        for member in unit.members:
+            member.parameter.__class__ = self._guard
+
+    def _gather(self, unit: Unit) -> None:
+        self.gathered_bytes += unit.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.gathered_bytes)
+        for member in unit.members:
+            member.alias.untyped_storage().resize_(member.nbytes)
+        start = self._backend.mark(f"gather {unit.name}")
+        gather = self._gather_block if self._group.size > 1 else self._copy_block
+        unit.tickets = tuple(gather(block, start) for block in unit.blocks)
+
+    def _copy_block(self, block: Block, start: Ticket[Any]) -> Ticket[Any]:
+        """One rank: its shard is everything."""
+        shard = self._shards.chunk(block)
+        return self._fetch.submit(
+            Copy(
+                destinations=tuple(member.alias for member in block.parameters),
+                sources=tuple(block.own_view(shard, i) for i in range(len(block.parameters))),
+                direction=self._direction,
+                label=f"fetch weights of {block.name}",
+            ),
+            after=(start, *self._shards.ready(block)),
+        )
+
+    def _gather_block(self, block: Block, start: Ticket[Any]) -> Ticket[Any]:
+        shard = self._shards.chunk(block)
+        ready = (start, *self._shards.ready(block))
+        own = None
+        if self._chunks is not None:
+            own = self._chunks.acquire(f"own weights of {block.name}")
+            here = own.tensor(block.dtype, block.chunk)
+            fetched = self._fetch.submit(
+                Copy(
+                    destinations=(here,),
+                    sources=(shard,),
+                    direction=self._direction,
+                    label=f"fetch weights of {block.name}",
+                ),
+                after=ready,
+            )
+            shard, ready = here, (fetched,)
+        shards = block.layout.shards
+        lease = self._pool().acquire(f"weights of {block.name}")
+        gathered = lease.tensor(block.dtype, shards * block.chunk).view(shards, -1)
+        arrived = self._collectives.submit(
+            Collective(
+                kind="all_gather",
+                group=self._group,
+                output=gathered,
+                input=shard,
+                tag=block.index,
+                label=f"gather weights of {block.name}",
+            ),
+            after=ready,
+        )
+        if own is not None:
+            own.release(after=arrived)
+        pairs = [
+            pair
+            for position, member in enumerate(block.parameters)
+            for pair in unpack_pairs(block, gathered, position, member.alias)
+        ]
+        unpacked = self._unpack.submit(
+            Copy(
+                destinations=tuple(pair[0] for pair in pairs),
+                sources=tuple(pair[1] for pair in pairs),
+                label=f"unpack weights of {block.name}",
+            ),
+            after=(arrived,),
+        )
+        lease.release(after=unpacked)
+        return unpacked
+
+    @property
+    def _direction(self) -> Literal["host_to_device"] | None:
+        return None if self._shards.tier == "device" else "host_to_device"
+
+    def _pool(self) -> SlabPool:
+        if self._gathered is None:
+            raise ParameterError("weights were gathered after engine.close(): build a new engine")
+        return self._gathered
+
+    def _pool_sizes(self, blocks: Sequence[Block]) -> list[tuple[int, int]]:
+        """Bytes and number of the slabs for own chunks, and of those for gathered blocks."""
+        if self._group.size == 1 or not blocks:
+            return []
+        per_unit: dict[int, int] = {}
+        for block in blocks:
+            per_unit[block.unit] = per_unit.get(block.unit, 0) + 1
+        # As many as the unit of most blocks has, so that a gather ahead is issued without waiting for its own parts.
+        count = max(2, *per_unit.values())
+        chunk = max(block.chunk * block.dtype.itemsize for block in blocks)
+        gathered = max(block.layout.shards * block.chunk * block.dtype.itemsize for block in blocks)
+        own = 0 if self._shards.tier == "device" else count
+        return [(chunk, own), (gathered, count)]
+
+    def _reserve(self, blocks: Sequence[Block]) -> None:
+        sizes = self._pool_sizes(blocks)
+        if not sizes:
+            return
+        (chunk, own), (gathered, count) = sizes
+        if own:
+            self._chunks = self._resize(self._chunks, "own weights", chunk, own)
+        self._gathered = self._resize(self._gathered, "gathered weights", gathered, count)
+
+    def _resize(self, pool: SlabPool | None, name: str, nbytes: int, slabs: int) -> SlabPool:
+        if pool is not None:
+            if pool.slab_bytes >= nbytes and pool.slabs >= slabs:
+                return pool
+            pool.close()
+        return SlabPool(
+            name=name,
+            backend=self._backend,
+            slab_bytes=nbytes,
+            slabs=slabs,
+            memory="device",
+            setting="bucket_bytes",
+        )
+
+    def _observe_end(self) -> None:
+        if self._last_event is not None:
+            self._predictor.observe(_END)
+            self._last_event = None
+
+    def _tick(self) -> float:
+        self._clock += 1.0
+        return self._clock
+
+
+def _backward_task() -> int:
+    """Autograd's number of the backward that runs in this thread, or -1."""
+    return torch._C._current_graph_task_id()

@@ -1,0 +1,278 @@
+"""A model whose parameters are sharded (stage 3): its units, their shards, and who gathers them when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zero_plugin.config import ZeroConfig
+from zero_plugin.errors import ParameterError
+from zero_plugin.runtime.backend import Backend
+from zero_plugin.sharding.gather import Unit, UnitGatherer
+from zero_plugin.sharding.group import ProcessGroup
+from zero_plugin.sharding.hooks import UnitHooks
+from zero_plugin.sharding.parameters import FROZEN, ManagedParameter
+from zero_plugin.sharding.partition import Block, ShardPlace, form_blocks
+from zero_plugin.sharding.units import ModelPlan, plan_units
+from zero_plugin.sharding.weights import WeightShards
+
+_FIRST_FROZEN = 1 << 20
+"""Index of the first block of frozen parameters: they are no blocks of the optimizer's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightNeeds:
+    """Bytes that sharded weights take on this rank.
+
+    Attributes:
+        shards: in the tier of the weights.
+        staging: on the device.
+        gathered: most bytes of full weights on the device at once.
+    """
+
+    shards: int
+    staging: int
+    gathered: int
+
+
+class ShardedModel:
+    """The sharded parameters of one model.
+
+    Args:
+        model: the module; its parameters hold their full weights now.
+        backend: lanes and memory.
+        group: the ranks, for gathers only.
+        place: over how many ranks weights are cut.
+        config: tier and prefetch.
+        before_unpack: called before a weight is unpacked inside a backward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        backend: Backend,
+        group: ProcessGroup,
+        place: ShardPlace,
+        config: ZeroConfig,
+        before_unpack: Callable[[], None],
+    ) -> None:
+        self._place = place
+        self._limit = config.bucket_size
+        self._depth = config.prefetch_units
+        self._plan: ModelPlan = plan_units(model, persist_below=config.persist_below)
+        self.shards = WeightShards(backend, config.params)
+        """This rank's part of the weights."""
+        self.gatherer = UnitGatherer(
+            backend,
+            group,
+            self.shards,
+            depth=config.prefetch_units,
+            ahead_bytes=config.prefetch_limit,
+        )
+        """Gathers and releases units."""
+        self._hooks = UnitHooks(self.gatherer, before_unpack)
+        self._attached = False
+        self._frozen_index = _FIRST_FROZEN
+        self._number_of = {
+            id(parameter): number
+            for number, unit in enumerate(self._plan.units)
+            for _, parameter in unit.parameters
+        }
+        self._units = [
+            Unit(index=number, name=unit.name, members=[], blocks=[])
+            for number, unit in enumerate(self._plan.units)
+        ]
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """All units."""
+        return self._units
+
+    def open(self, newcomers: Sequence[ManagedParameter]) -> None:
+        """Place parameters in their units, and bring those units here, before blocks are formed.
+
+        Args:
+            newcomers: trainable parameters that are managed from now on; known as frozen ones before, or not at all.
+        """
+        for number in sorted({self._number_of.get(id(m.parameter), -1) for m in newcomers}):
+            if number >= 0 and self._attached:
+                self.gatherer.bring(self._units[number])
+                self.gatherer.hold(self._units[number])
+        for member in newcomers:
+            member.unit = self._number_of.get(id(member.parameter), -1)
+
+    def admit(self, blocks: Sequence[Block]) -> None:
+        """Cut the shards of new trainable blocks, and of what is frozen in their units, from the full weights here."""
+        touched: dict[int, list[Block]] = {}
+        for block in blocks:
+            if block.unit >= 0:
+                touched.setdefault(block.unit, []).append(block)
+        for unit in self._units:
+            if unit.index in touched or not self._attached:
+                self._admit_unit(unit, touched.get(unit.index, []))
+
+    def seal(self) -> None:
+        """Release what is cut, and hook the modules the first time."""
+        self.gatherer.set_units(self._units)
+        for unit in self._units:
+            unit.holds = 0
+        self.gatherer.release_all()
+        if not self._attached:
+            self._attached = True
+            self.gatherer.peak_bytes = 0
+            for module, numbers in self._plan.uses:
+                self._hooks.attach(module, [self._units[number] for number in numbers])
+
+    @contextmanager
+    def full(self, *, writeback: bool) -> Generator[set[int]]:
+        """Inside, every parameter holds its full weights; a collective.
+
+        Args:
+            writeback: take what is written inside into the shards; the same on every rank.
+
+        Yields:
+            A set that holds, after the block, the managed indices of the parameters that were written to.
+
+        Raises:
+            ParameterError: a parameter was written to without `writeback`.
+        """
+        written: set[int] = set()
+        names: list[str] = []
+        for unit in self._units:
+            self.gatherer.bring(unit)
+            self.gatherer.hold(unit)
+        pushed = self._hooks.saved.push()
+        try:
+            yield written
+        finally:
+            if pushed:
+                self._hooks.saved.pop()
+            for unit in self._units:
+                names += self._take_writes(unit, written, writeback=writeback)
+                self.gatherer.let_go(unit)
+                if unit.holds == 0:
+                    self.gatherer.release(unit)
+        if names and not writeback:
+            raise ParameterError(
+                f"parameter {', '.join(map(repr, names))} was written to inside engine.full_params(), and the write is "
+                "lost: pass writeback=True, on every rank"
+            )
+
+    def gathered_units(self) -> Generator[Unit]:
+        """Every unit, here while it is the current one; a collective."""
+        for unit in self._units:
+            was_released = unit.is_released
+            self.gatherer.bring(unit)
+            self.gatherer.hold(unit)
+            try:
+                yield unit
+            finally:
+                self.gatherer.let_go(unit)
+                if was_released and unit.holds == 0:
+                    self.gatherer.release(unit)
+
+    def is_released(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter's full weights are not here."""
+        number = self._number_of.get(id(parameter))
+        return number is not None and self._units[number].is_released
+
+    def needs(self, blocks: Iterable[Block]) -> WeightNeeds:
+        """What the weights take once trainable `blocks` are admitted and everything is released."""
+        sizes = [
+            sum(p.numel() * p.element_size() for _, p in unit.parameters)
+            for unit in self._plan.units
+        ]
+        trainable = [block for block in blocks if block.unit >= 0]
+        shards = sum(block.chunk * block.dtype.itemsize for block in trainable)
+        inside = sum(m.nbytes for block in trainable for m in block.parameters)
+        frozen = -(-max(0, sum(sizes) - inside) // self._place.shards)
+        # Two more than what is gathered ahead: the unit in use, and one that holds tied weights or the root's.
+        gathered = sum(sorted(sizes, reverse=True)[: self._depth + 2])
+        return WeightNeeds(
+            shards=shards + frozen, staging=self.gatherer.staging_bytes, gathered=gathered
+        )
+
+    def close(self, *, restore: bool) -> None:
+        """Take the hooks off and free everything.
+
+        Args:
+            restore: leave plain parameters with their full weights; a collective.
+        """
+        self._hooks.remove()
+        self.gatherer.close(restore=restore)
+        self.shards.close()
+
+    # Inside ------------------------------------------------------------------------------------------------------
+
+    def _admit_unit(self, unit: Unit, trainable: Sequence[Block]) -> None:
+        kept = [block for block in unit.blocks if block.optimizer != FROZEN]
+        self.shards.drop([block for block in unit.blocks if block.optimizer == FROZEN])
+        unit.blocks = [*kept, *trainable]
+        managed = {id(m.parameter) for block in unit.blocks for m in block.parameters}
+        frozen = [
+            ManagedParameter(
+                index=-1, name=name, parameter=parameter, optimizer=FROZEN, unit=unit.index
+            )
+            for name, parameter in self._plan.units[unit.index].parameters
+            if id(parameter) not in managed
+        ]
+        unit.blocks += self._form_frozen(frozen)
+        unit.members = [member for block in unit.blocks for member in block.parameters]
+        for member in unit.members:
+            _own_storage(member)
+        for block in unit.blocks:
+            if block not in kept:
+                self.shards.cut(block)
+
+    def _form_frozen(self, members: Sequence[ManagedParameter]) -> list[Block]:
+        blocks = form_blocks(
+            members,
+            self._place,
+            wire_bytes=4,
+            limit=self._limit,
+            first_index=self._frozen_index,
+        )
+        self._frozen_index += len(blocks)
+        return blocks
+
+    def _take_writes(self, unit: Unit, written: set[int], *, writeback: bool) -> list[str]:
+        names: list[str] = []
+        for block in unit.blocks:
+            changed = [
+                member
+                for member in block.parameters
+                if member.moved or member.parameter._version != self._version(unit, member)
+            ]
+            names += [member.name for member in changed]
+            if changed and writeback:
+                for member in changed:
+                    self._adopt(member)
+                self.shards.cut(block)
+                written.update(member.index for member in changed if member.optimizer != FROZEN)
+        unit.versions = [member.parameter._version for member in unit.members]
+        return names
+
+    @staticmethod
+    def _version(unit: Unit, member: ManagedParameter) -> int:
+        return unit.versions[unit.members.index(member)]
+
+    @staticmethod
+    def _adopt(member: ManagedParameter) -> None:
+        """A replaced `Parameter.data` is copied into the storage that autograd and the gatherer know."""
+        member.check_unchanged()
+        if member.moved:
+            data: Tensor = member.parameter.data
+            member.alias.copy_(data.reshape(-1))
+            member.parameter.data = member.alias.view(member.shape)
+
+
+def _own_storage(member: ManagedParameter) -> None:
+    """Give a parameter memory that can be freed and filled again (not a file mapping or a foreign buffer)."""
+    if not member.alias.untyped_storage().resizable():
+        with torch.no_grad():
+            member.parameter.data = member.parameter.data.clone()
+        member.refresh_alias()

@@ -1,0 +1,146 @@
+"""Units: the parameters that are gathered and released together, found in a model by its structure.
+
+A transformer block is one unit, so that branches and experts inside it are safe: every rank gathers the same units,
+whatever happens within. What lies outside the blocks forms one unit for each module that owns parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_plugin.sharding.parameters import SUPPORTED_DTYPES
+
+UNIT_MARK = "is_gather_unit"
+"""A module with this attribute set to True is a unit even inside another one (a tile of a large linear)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class UnitPlan:
+    """One unit, before anything is cut.
+
+    Attributes:
+        name: qualified name of its module.
+        module: the module whose forward needs it.
+        parameters: names and parameters, in registration order; a tied weight is in its first unit only.
+    """
+
+    name: str
+    module: nn.Module
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ModelPlan:
+    """The units of a model.
+
+    Attributes:
+        units: in registration order.
+        uses: modules to hook, each with the indices of the units its forward needs.
+    """
+
+    units: tuple[UnitPlan, ...]
+    uses: tuple[tuple[nn.Module, tuple[int, ...]], ...]
+
+
+def plan_units(model: nn.Module, *, persist_below: int) -> ModelPlan:
+    """Find the units of a model.
+
+    Args:
+        model: the module. `_no_split_modules` of Hugging Face models names its blocks; else they are the children of
+            the outermost containers that hold two or more modules of one class.
+        persist_below: parameters with fewer elements stay gathered and are in no unit.
+    """
+    blocks = _block_modules(model)
+    owner: dict[int, int] = {}
+    members: list[list[tuple[str, nn.Parameter]]] = []
+    places: list[tuple[str, nn.Module]] = []
+    uses: dict[int, tuple[nn.Module, dict[int, None]]] = {}
+    number_of: dict[int, int] = {}
+    for unit_name, unit_module, name, parameter in _walk(model, blocks):
+        if not can_shard(parameter, persist_below):
+            continue
+        number = owner.get(id(parameter))
+        if number is None:
+            number = number_of.setdefault(id(unit_module), len(members))
+            if number == len(members):
+                members.append([])
+                places.append((unit_name, unit_module))
+            owner[id(parameter)] = number
+            members[number].append((name, parameter))
+        uses.setdefault(id(unit_module), (unit_module, {}))[1][number] = None
+    return ModelPlan(
+        units=tuple(
+            UnitPlan(name=name or type(module).__name__, module=module, parameters=tuple(found))
+            for (name, module), found in zip(places, members, strict=True)
+        ),
+        uses=tuple((module, tuple(numbers)) for module, numbers in uses.values()),
+    )
+
+
+def can_shard(parameter: nn.Parameter, persist_below: int) -> bool:
+    """Whether a parameter can be cut and released: a plain one, floating, large enough.
+
+    Quantised weights (tensor subclasses, integer storage) are kept whole.
+    """
+    plain = type(parameter) is nn.Parameter and parameter.layout == torch.strided
+    return (
+        plain
+        and parameter.dtype in SUPPORTED_DTYPES
+        and parameter.numel() > 0
+        and parameter.numel() >= persist_below
+    )
+
+
+def _walk(model: nn.Module, blocks: set[int]) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Every use of a parameter: name and module of its unit, its own name, itself; duplicates included."""
+    stack: list[tuple[str, nn.Module, tuple[str, nn.Module] | None]] = [("", model, None)]
+    seen: set[int] = set()
+    while stack:
+        name, module, unit = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        marked = getattr(module, UNIT_MARK, False) is True
+        if marked or (unit is None and id(module) in blocks):
+            unit = (name, module)
+        own_unit = unit or (name, module)
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield own_unit[0], own_unit[1], f"{name}.{key}" if name else key, parameter
+        children = [
+            (f"{name}.{key}" if name else key, child, unit)
+            for key, child in module.named_children()
+        ]
+        stack.extend(reversed(children))
+
+
+def _block_modules(model: nn.Module) -> set[int]:
+    named: set[str] = set()
+    for module in model.modules():
+        listed: Any = getattr(module, "_no_split_modules", None)
+        if listed:
+            named.update(listed)
+    found = {id(m) for m in model.modules() if type(m).__name__ in named and _owns(m)}
+    return found or {id(module) for module in _repeated([model])}
+
+
+def _repeated(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Children of the outermost containers that hold two or more modules of one class with parameters."""
+    found: list[nn.Module] = []
+    for module in modules:
+        inner = [child for child in module.children() if _owns(child)]
+        blocks: list[nn.Module] = []
+        if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            classes = [type(child) for child in inner]
+            blocks = [child for child in inner if classes.count(type(child)) > 1]
+        found += blocks
+        found += _repeated(child for child in inner if child not in blocks)
+    return found
+
+
+def _owns(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

@@ -1,0 +1,86 @@
+"""This rank's shards of the compute weights, in their tier (stage 3).
+
+A block's shard is one chunk in the block's own layout: each parameter is sliced over all ranks, so that a gather reads
+from every rank's tier at once (bandwidth-centric partitioning, ZeRO-Infinity, SC'21, section 5.2.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from zero_plugin.config import Tier
+from zero_plugin.errors import EngineStateError
+from zero_plugin.runtime.backend import Backend, Ticket
+from zero_plugin.sharding.partition import Block
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class WeightShards:
+    """The chunks of compute weights of all sharded blocks on this rank.
+
+    Args:
+        backend: allocates the memory.
+        tier: where the chunks lie.
+    """
+
+    def __init__(self, backend: Backend, tier: Tier) -> None:
+        self._backend = backend
+        self._chunks: dict[int, Tensor] = {}
+        self._written: dict[int, Ticket[Any]] = {}
+        self.tier: Tier = tier
+        """Where the chunks lie."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all chunks."""
+        return sum(chunk.numel() * chunk.element_size() for chunk in self._chunks.values())
+
+    def cut(self, block: Block) -> None:
+        """Take this rank's slices of a block from its full weights, which must be here."""
+        chunk = self._chunks.get(block.index)
+        if chunk is None:
+            nbytes = block.chunk * block.dtype.itemsize
+            raw = self._backend.allocate(
+                max(nbytes, 64), "device" if self.tier == "device" else "host"
+            )
+            raw.zero_()
+            chunk = self._chunks[block.index] = raw[:nbytes].view(block.dtype)
+        for position, member in enumerate(block.parameters):
+            part = block.own_slice(position)
+            block.own_view(chunk, position).copy_(member.alias.narrow(0, part.start, part.numel))
+
+    def drop(self, blocks: Sequence[Block]) -> None:
+        """Free the chunks of some blocks."""
+        for block in blocks:
+            self._chunks.pop(block.index, None)
+            self._written.pop(block.index, None)
+
+    def chunk(self, block: Block) -> Tensor:
+        """A block's chunk, the block's dtype; wait for `ready` before it is read.
+
+        Raises:
+            EngineStateError: the engine was closed.
+        """
+        found = self._chunks.get(block.index)
+        if found is None:
+            raise EngineStateError(
+                f"the weights of {block.name} were asked of a closed engine: take engine.full_state_dict() before close()"
+            )
+        return found
+
+    def ready(self, block: Block) -> tuple[Ticket[Any], ...]:
+        """What must have ended before a chunk is read."""
+        ticket = self._written.get(block.index)
+        return () if ticket is None else (ticket,)
+
+    def written_by(self, block: Block, ticket: Ticket[Any]) -> None:
+        """The chunk is complete when `ticket` has ended."""
+        self._written[block.index] = ticket
+
+    def close(self) -> None:
+        """Free everything."""
+        self._chunks.clear()
+        self._written.clear()
