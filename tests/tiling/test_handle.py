@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.storages import LiveStorages
+from support.tiling import tile
 from torch import Tensor, nn
 
-from zero_plugin import tile_linears
 from zero_plugin.errors import ParameterError
 
 
 def pair() -> tuple[Any, Any]:
     plain = nn.Linear(6, 20)
-    return plain, tile_linears(copy.deepcopy(plain), max_bytes=200)
+    return plain, tile(copy.deepcopy(plain), max_bytes=200)
 
 
 def test_metadata_touches_no_tile() -> None:
@@ -177,9 +177,9 @@ def test_gradient_is_cleared_in_all_tiles() -> None:
 
 
 def test_assigning_what_is_there_does_nothing() -> None:
-    model = nn.ModuleDict({"wte": nn.Embedding(20, 8), "head": nn.Linear(8, 20, bias=False)})
+    model: Any = nn.ModuleDict({"wte": nn.Embedding(20, 8), "head": nn.Linear(8, 20, bias=False)})
     model["head"].weight = model["wte"].weight
-    tile_linears(model, max_bytes=200)
+    tile(model, max_bytes=200)
     model["head"].weight = model["wte"].weight
     model["head"].bias = None
     assert model["head"].tiles[0].weight is model["wte"].tiles[0].weight

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.tiling import tile
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from zero_plugin import tile_linears
 from zero_plugin.tiling import TiledEmbedding, TiledLinear
 from zero_plugin.tiling.cut import Cut, edges
 
@@ -66,7 +66,7 @@ def results(layer: Any, inputs: Tensor, gradient: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("shape", [(INPUTS,), (5, INPUTS), (2, 3, INPUTS), (0, INPUTS)])
 def test_forward_and_gradients_are_equal(make: Any, cut: Any, shape: Any) -> None:
     plain = exact(make())
-    tiled = tile_linears(copy.deepcopy(plain), **cut)
+    tiled = tile(copy.deepcopy(plain), **cut)
     assert len(tiled.tiles) > 1
     inputs, gradient = whole_numbers(*shape), whole_numbers(*shape[:-1], OUTPUTS)
     expected, found = results(plain, inputs, gradient), results(tiled, inputs, gradient)
@@ -79,7 +79,7 @@ def test_forward_and_gradients_are_equal(make: Any, cut: Any, shape: Any) -> Non
 @pytest.mark.parametrize("bias", [True, False])
 def test_each_tile_has_the_bits_of_its_part(dtype: torch.dtype, bias: bool) -> None:
     plain = nn.Linear(INPUTS, OUTPUTS, bias=bias, dtype=dtype)
-    tiled = tile_linears(copy.deepcopy(plain), max_bytes=1000)
+    tiled = tile(copy.deepcopy(plain), max_bytes=1000)
     inputs = torch.randn(2, 7, INPUTS, dtype=dtype)
     parts = [
         F.linear(
@@ -101,14 +101,14 @@ def test_each_tile_has_the_bits_of_its_part(dtype: torch.dtype, bias: bool) -> N
 
 @pytest.mark.parametrize("limit", [100, 101, 256, 1000, 2048])
 def test_tiles_are_within_the_limit_and_own_their_storage(limit: int) -> None:
-    tiled = tile_linears(nn.Linear(INPUTS, OUTPUTS), max_bytes=limit)
-    for tile in tiled.tiles:
-        assert sum(p.numel() * p.element_size() for p in tile.parameters()) <= limit
-        for parameter in tile.parameters():
+    tiled = tile(nn.Linear(INPUTS, OUTPUTS), max_bytes=limit)
+    for part in tiled.tiles:
+        assert sum(p.numel() * p.element_size() for p in part.parameters()) <= limit
+        for parameter in part.parameters():
             assert type(parameter) is nn.Parameter
             assert parameter.is_contiguous()
             assert parameter.untyped_storage().nbytes() == parameter.numel() * 4
-        assert tile.is_gather_unit
+        assert part.is_gather_unit
 
 
 @pytest.mark.parametrize(
@@ -144,21 +144,21 @@ def test_a_cut_joins_what_it_cuts(transposed: bool) -> None:
 def test_a_layer_within_the_limit_stays_as_it_is() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 40))
     weight = model[0].weight
-    tile_linears(model, max_bytes=4 * 4 * 4 + 4 * 4)
+    tile(model, max_bytes=4 * 4 * 4 + 4 * 4)
     assert type(model[0]) is nn.Linear
     assert model[0].weight is weight
     assert type(model[1]) is TiledLinear
 
 
 def test_the_object_its_hooks_and_attributes_stay() -> None:
-    layer = nn.Linear(INPUTS, OUTPUTS)
+    layer: Any = nn.Linear(INPUTS, OUTPUTS)
     calls: list[str] = []
     layer.register_forward_hook(lambda *_: calls.append("forward"))
     layer.register_full_backward_hook(lambda *_: calls.append("backward"))
     layer.note = "kept"
     layer.weight.note = "also kept"
     layer.eval()
-    assert tile_linears(layer, max_bytes=1000) is layer
+    assert tile(layer, max_bytes=1000) is layer
     layer(torch.randn(2, INPUTS, requires_grad=True)).sum().backward()
     assert calls == ["forward", "backward"]
     assert layer.note == "kept"
@@ -169,11 +169,11 @@ def test_the_object_its_hooks_and_attributes_stay() -> None:
 
 
 def test_gradients_and_frozen_weights_are_taken_over() -> None:
-    layer = nn.Linear(INPUTS, OUTPUTS)
+    layer: Any = nn.Linear(INPUTS, OUTPUTS)
     layer(torch.randn(3, INPUTS)).sum().backward()
     layer.bias.requires_grad_(False)
     weight, gradient = layer.weight.detach().clone(), layer.weight.grad
-    tile_linears(layer, max_bytes=1000)
+    tile(layer, max_bytes=1000)
     assert torch.equal(layer.weight, weight)
     assert torch.equal(layer.weight.grad, gradient)
     assert all(tile.weight.requires_grad and not tile.bias.requires_grad for tile in layer.tiles)
@@ -183,9 +183,9 @@ def test_gradients_and_frozen_weights_are_taken_over() -> None:
 
 def test_a_frozen_layer_passes_gradients_through() -> None:
     plain = exact(nn.Linear(INPUTS, OUTPUTS)).requires_grad_(False)
-    tiled = tile_linears(copy.deepcopy(plain), max_bytes=1000)
-    inputs = [whole_numbers(3, INPUTS).requires_grad_()]
-    inputs.append(inputs[0].detach().clone().requires_grad_())
+    tiled = tile(copy.deepcopy(plain), max_bytes=1000)
+    values = whole_numbers(3, INPUTS)
+    inputs: list[Any] = [values.clone().requires_grad_() for _ in range(2)]
     for layer, one in zip((plain, tiled), inputs, strict=True):
         layer(one).sum().backward()
     assert torch.equal(inputs[0].grad, inputs[1].grad)
@@ -193,10 +193,11 @@ def test_a_frozen_layer_passes_gradients_through() -> None:
 
 
 def test_under_autocast() -> None:
-    plain = nn.Linear(INPUTS, OUTPUTS)
-    tiled = tile_linears(copy.deepcopy(plain), max_bytes=1000)
+    plain: Any = nn.Linear(INPUTS, OUTPUTS)
+    tiled = tile(copy.deepcopy(plain), max_bytes=1000)
     inputs = torch.randn(3, INPUTS)
-    found, expected = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
+    found: Any = inputs.clone().requires_grad_()
+    expected: Any = inputs.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         one, other = plain(expected), tiled(found)
     assert other.dtype == torch.bfloat16
@@ -231,12 +232,10 @@ def _is_weight(node: Any) -> bool:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_inside_a_checkpoint(reentrant: bool) -> None:
-    model = tile_linears(
-        nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 8)), max_bytes=300
-    )
+    model = tile(nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 8)), max_bytes=300)
     inputs = torch.randn(3, 8, requires_grad=True)
     model(inputs).sum().backward()
-    expected = [parameter.grad for parameter in model.parameters()]
+    expected: Any = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     checkpoint(model, inputs, use_reentrant=reentrant).sum().backward()
     assert all(
@@ -247,8 +246,8 @@ def test_inside_a_checkpoint(reentrant: bool) -> None:
 
 def test_on_the_meta_device() -> None:
     with torch.device("meta"):
-        layer = nn.Linear(INPUTS, OUTPUTS)
-    tile_linears(layer, max_bytes=1000)
+        layer: Any = nn.Linear(INPUTS, OUTPUTS)
+    tile(layer, max_bytes=1000)
     assert layer(torch.empty(3, INPUTS, device="meta")).shape == (3, OUTPUTS)
     assert layer.weight.is_meta
     layer.to_empty(device="cpu")
@@ -262,9 +261,9 @@ def test_on_the_meta_device() -> None:
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies_and_pickles(duplicate: Any) -> None:
-    model = nn.ModuleDict({"wte": nn.Embedding(20, 8), "head": nn.Linear(8, 20, bias=False)})
+    model: Any = nn.ModuleDict({"wte": nn.Embedding(20, 8), "head": nn.Linear(8, 20, bias=False)})
     model["head"].weight = model["wte"].weight
-    tile_linears(model, max_bytes=200)
+    tile(model, max_bytes=200)
     model.state_dict()
     other = duplicate(model)
     assert torch.equal(other["head"].weight, model["head"].weight)
@@ -279,7 +278,7 @@ def test_copies_and_pickles(duplicate: Any) -> None:
 
 
 def test_conversion_to_another_dtype() -> None:
-    layer = tile_linears(nn.Linear(INPUTS, OUTPUTS), max_bytes=1000).to(torch.bfloat16)
+    layer = tile(nn.Linear(INPUTS, OUTPUTS), max_bytes=1000).to(torch.bfloat16)
     assert layer.weight.dtype == torch.bfloat16
     assert layer(torch.randn(2, INPUTS, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
@@ -291,8 +290,8 @@ def test_conversion_to_another_dtype() -> None:
 @pytest.mark.parametrize("scale", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_embedding_is_equal(padding: int | None, scale: bool, dtype: torch.dtype) -> None:
-    plain = nn.Embedding(23, 6, padding_idx=padding, scale_grad_by_freq=scale)
-    tiled = tile_linears(copy.deepcopy(plain), max_bytes=120, embeddings=True)
+    plain: Any = nn.Embedding(23, 6, padding_idx=padding, scale_grad_by_freq=scale)
+    tiled = tile(copy.deepcopy(plain), max_bytes=120, embeddings=True)
     assert type(tiled) is TiledEmbedding
     assert len(tiled.tiles) == 5
     rows = torch.randint(0, 23, (4, 9), dtype=dtype)
@@ -305,10 +304,10 @@ def test_embedding_is_equal(padding: int | None, scale: bool, dtype: torch.dtype
 
 
 def test_embedding_calls_every_tile() -> None:
-    tiled = tile_linears(nn.Embedding(20, 6), max_bytes=120, embeddings=True)
+    tiled = tile(nn.Embedding(20, 6), max_bytes=120, embeddings=True)
     calls: list[int] = []
-    for number, tile in enumerate(tiled.tiles):
-        tile.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
+    for number, part in enumerate(tiled.tiles):
+        part.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
     assert tiled(torch.tensor(3)).shape == (6,)
     assert tiled(torch.zeros(0, 2, dtype=torch.long)).shape == (0, 2, 6)
     assert calls == [0, 1, 2, 3] * 2
@@ -316,19 +315,19 @@ def test_embedding_calls_every_tile() -> None:
 
 @pytest.mark.parametrize("row", [-1, 20, 1000])
 def test_embedding_refuses_what_the_plain_one_refuses(row: int) -> None:
-    tiled = tile_linears(nn.Embedding(20, 6), max_bytes=120, embeddings=True)
+    tiled = tile(nn.Embedding(20, 6), max_bytes=120, embeddings=True)
     with pytest.raises(IndexError):
         tiled(torch.tensor([3, row]))
 
 
 def test_embedding_alone_is_left_by_default() -> None:
-    model = tile_linears(nn.Sequential(nn.Embedding(20, 6), nn.Linear(6, 20)), max_bytes=120)
+    model = tile(nn.Sequential(nn.Embedding(20, 6), nn.Linear(6, 20)), max_bytes=120)
     assert type(model[0]) is nn.Embedding
     assert type(model[1]) is TiledLinear
 
 
 def test_embedding_starts_over_with_the_same_values() -> None:
-    tiled = tile_linears(nn.Embedding(20, 6, padding_idx=7), max_bytes=120, embeddings=True)
+    tiled = tile(nn.Embedding(20, 6, padding_idx=7), max_bytes=120, embeddings=True)
     torch.manual_seed(1)
     tiled.reset_parameters()
     torch.manual_seed(1)

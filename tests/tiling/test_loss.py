@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.storages import LiveStorages
+from support.tiling import tile
 from torch import Tensor, nn
 
-from zero_plugin import tile_linears, tiled_cross_entropy
+from zero_plugin import tiled_cross_entropy
 from zero_plugin.errors import ConfigError
 
 WIDTH, CLASSES = 12, 50
@@ -41,7 +42,7 @@ def test_equals_the_plain_loss(reduction: Any, size: Any, tiled: bool, bias: boo
     plain, hidden, labels = case(bias=bias)
     head = copy.deepcopy(plain)
     if tiled:
-        tile_linears(head, max_bytes=1000)
+        tile(head, max_bytes=1000)
         assert len(head.tiles) > 3
     one, other = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
     loss = F.cross_entropy(plain(one).flatten(0, 1), labels.flatten(), reduction=reduction)
@@ -53,7 +54,7 @@ def test_equals_the_plain_loss(reduction: Any, size: Any, tiled: bool, bias: boo
 
 def test_low_precision_is_summed_in_fp32() -> None:
     plain, hidden, labels = case(torch.bfloat16)
-    head = tile_linears(copy.deepcopy(plain), max_bytes=300)
+    head = tile(copy.deepcopy(plain), max_bytes=300)
     one, other = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
     loss = F.cross_entropy(plain(one).float().flatten(0, 1), labels.flatten())
     ours = tiled_cross_entropy(other, head, labels, chunk_tokens=5)
@@ -65,9 +66,7 @@ def test_under_autocast() -> None:
     head, hidden, labels = case(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         expected = F.cross_entropy(head(hidden).flatten(0, 1), labels.flatten())
-        ours = tiled_cross_entropy(
-            hidden, tile_linears(head, max_bytes=500), labels, chunk_tokens=5
-        )
+        ours = tiled_cross_entropy(hidden, tile(head, max_bytes=500), labels, chunk_tokens=5)
     torch.testing.assert_close(ours, expected)
     ours.backward()
     assert head.weight.grad is not None

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from support.storages import LiveStorages
+from support.tiling import tile
 from torch import Tensor, nn
-
-from zero_plugin import tile_linears
 
 INPUTS, OUTPUTS, BATCH = 256, 2048, 2
 WEIGHT = INPUTS * OUTPUTS * 4
@@ -37,7 +36,7 @@ def step(model: nn.Module, batch: int = BATCH, width: int = INPUTS, **options: A
 @pytest.mark.parametrize("factor", [2, 4, 8, 16])
 def test_gradients_of_one_tile_are_alive(factor: int) -> None:
     dense = nn.Linear(INPUTS, OUTPUTS, bias=False)
-    tiled = tile_linears(nn.Linear(INPUTS, OUTPUTS, bias=False), max_bytes=WEIGHT // factor)
+    tiled = tile(nn.Linear(INPUTS, OUTPUTS, bias=False), max_bytes=WEIGHT // factor)
     assert len(tiled.tiles) == factor
     freed_at_once(dense)
     freed_at_once(tiled)
@@ -78,7 +77,7 @@ def gathered(model: nn.Module) -> Iterator[list[int]]:
 @pytest.mark.parametrize("factor", [1, 4, 16])
 def test_weights_of_one_tile_are_needed(factor: int) -> None:
     layer = nn.Linear(INPUTS, OUTPUTS, bias=False)
-    tile_linears(layer, max_bytes=WEIGHT // factor)
+    tile(layer, max_bytes=WEIGHT // factor)
     with gathered(layer) as seen, torch.no_grad():
         layer(torch.randn(BATCH, INPUTS))
     assert max(seen) == WEIGHT // factor
@@ -93,7 +92,7 @@ def largest_trainable(factor: int, limit: int) -> int:
             nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
         )
         if factor > 1:
-            tile_linears(model, max_bytes=4 * width * 4 * width // factor, split_inputs=True)
+            tile(model, max_bytes=4 * width * 4 * width // factor, split_inputs=True)
         freed_at_once(model)
         if max(parameter.nbytes for parameter in model.parameters()) > limit:
             continue
@@ -115,6 +114,6 @@ def test_tiling_copies_one_weight_at_a_time() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
     before = sum(parameter.nbytes for parameter in model.parameters())
     with LiveStorages(model.parameters()) as live:
-        tile_linears(model, max_bytes=4096)
+        tile(model, max_bytes=4096)
     assert live.peak == before
     assert live.largest <= 4096

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.tiling import tile
 from support.training import assert_same_bits
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from zero_plugin import tile_linears, tiled_cross_entropy
+from zero_plugin import tiled_cross_entropy
 from zero_plugin.tiling import TiledEmbedding, TiledLinear
 
 VOCABULARY = 67
@@ -28,8 +29,8 @@ def gpt2() -> Any:
         n_head=4,
         bos_token_id=0,
         eos_token_id=0,
-        loss_type="ForCausalLM",
     )
+    config.loss_type = "ForCausalLM"
     return GPT2LMHeadModel(config).eval()
 
 
@@ -66,7 +67,7 @@ def assert_close_gradients(tiled: nn.Module, plain: nn.Module) -> None:
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_loss_and_gradients(make: Any, dtype: torch.dtype) -> None:
     plain = make().to(dtype)
-    tiled = tile_linears(copy.deepcopy(plain), max_bytes="3 kB")
+    tiled = tile(copy.deepcopy(plain), max_bytes="3 kB")
     tokens = torch.randint(0, VOCABULARY, (3, 12))
     expected, found = plain(tokens, labels=tokens), tiled(tokens, labels=tokens)
     torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-6)
@@ -76,14 +77,14 @@ def test_loss_and_gradients(make: Any, dtype: torch.dtype) -> None:
 
 
 def test_gpt2_is_tiled_everywhere() -> None:
-    model = tile_linears(gpt2(), max_bytes=3000)
+    model = tile(gpt2(), max_bytes=3000)
     assert type(model.lm_head) is TiledLinear
     assert type(model.transformer.wte) is TiledEmbedding
     assert model.lm_head.tiles[2].weight is model.transformer.wte.tiles[2].weight
-    layer = model.transformer.h[0].attn.c_attn
-    assert isinstance(layer, Conv1D)
+    layer: Any = model.transformer.h[0].attn.c_attn
     assert len(layer.tiles) > 3
     assert tuple(layer.weight.shape) == (32, 96)
+    assert issubclass(type(layer), Conv1D)
     assert model.get_output_embeddings() is model.lm_head
     sizes = [p.nbytes for tile in layer.tiles for p in tile.parameters()]
     assert max(sizes) <= 3000
@@ -93,12 +94,12 @@ def test_gpt2_is_tiled_everywhere() -> None:
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_saved_models_are_plain_ones(make: Any, tmp_path: Any) -> None:
     plain = make()
-    tiled = tile_linears(copy.deepcopy(plain), max_bytes=3000, embeddings=True)
+    tiled = tile(copy.deepcopy(plain), max_bytes=3000, embeddings=True)
     tiled.save_pretrained(tmp_path)
     again = type(plain).from_pretrained(tmp_path)
     assert_same_bits(dict(again.state_dict()), dict(plain.state_dict()))
     with torch.device("meta"):
-        empty = tile_linears(type(plain)(plain.config), max_bytes=3000)
+        empty = tile(type(plain)(plain.config), max_bytes=3000)
     assert list(empty.load_state_dict(plain.state_dict(), assign=True)) == [[], []]
     assert_same_bits(dict(empty.state_dict()), dict(plain.state_dict()))
 
@@ -106,7 +107,7 @@ def test_saved_models_are_plain_ones(make: Any, tmp_path: Any) -> None:
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_generation(make: Any) -> None:
     plain = make().double()
-    tiled = tile_linears(copy.deepcopy(plain), max_bytes=6000)
+    tiled = tile(copy.deepcopy(plain), max_bytes=6000)
     prompt = torch.randint(1, VOCABULARY, (2, 4))
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     mask = torch.ones_like(prompt)
@@ -119,7 +120,7 @@ def test_generation(make: Any) -> None:
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_activation_checkpointing_and_the_loss_in_chunks(make: Any) -> None:
     plain = make()
-    tiled = tile_linears(copy.deepcopy(plain), max_bytes=3000)
+    tiled = tile(copy.deepcopy(plain), max_bytes=3000)
     tiled.gradient_checkpointing_enable()
     tiled.train()
     for module in tiled.modules():
@@ -163,9 +164,9 @@ def test_adapters_around_tiled_layers(wrapped_first: bool) -> None:
     plain = Adapter(copy.deepcopy(layer))
     torch.manual_seed(1)
     if wrapped_first:
-        tiled = tile_linears(Adapter(layer), max_bytes=1000)
+        tiled = tile(Adapter(layer), max_bytes=1000)
     else:
-        tiled = Adapter(tile_linears(layer, max_bytes=1000))
+        tiled = Adapter(tile(layer, max_bytes=1000))
     assert type(tiled.base_layer) is TiledLinear
     assert_same_bits(dict(tiled.state_dict()), dict(plain.state_dict()))
     inputs = torch.randn(3, 24)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiling import tile
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from zero_plugin import tile_linears
 from zero_plugin.errors import ConfigError, ParameterError
 from zero_plugin.tiling import TiledEmbedding, TiledLinear
 
@@ -49,39 +49,39 @@ def test_sizes(limit: Any, message: str) -> None:
 
     def act() -> None:
         with pytest.raises(ConfigError, match=message):
-            tile_linears(model, max_bytes=limit)
+            tile(model, max_bytes=limit)
 
     unchanged(model, act)
 
 
 def test_less_than_one_element() -> None:
     with pytest.raises(ConfigError, match="one element of 'weight': give at least 8"):
-        tile_linears(nn.Linear(24, 9), max_bytes=7, split_inputs=True)
-    assert len(tile_linears(nn.Linear(24, 9), max_bytes=8, split_inputs=True).tiles) == 24 * 9
+        tile(nn.Linear(24, 9), max_bytes=7, split_inputs=True)
+    assert len(tile(nn.Linear(24, 9), max_bytes=8, split_inputs=True).tiles) == 24 * 9
 
 
 def test_inputs_of_a_tied_weight_are_not_split() -> None:
     model = nn.ModuleDict({"wte": nn.Embedding(20, 8), "head": nn.Linear(8, 20, bias=False)})
     model["head"].weight = model["wte"].weight
     with pytest.raises(ConfigError, match=r"one output of 'wte.weight'"):
-        tile_linears(model, max_bytes=31, split_inputs=True)
+        tile(model, max_bytes=31, split_inputs=True)
 
 
 @pytest.mark.parametrize("thing", [None, torch.zeros(3), [nn.Linear(2, 2)], nn.Linear])
 def test_not_a_module(thing: Any) -> None:
     with pytest.raises(ConfigError, match=r"takes a torch.nn.Module"):
-        tile_linears(thing, max_bytes=100)
+        tile(thing, max_bytes=100)
 
 
 def test_tiling_again() -> None:
     model = nn.Sequential(nn.Linear(6, 20), nn.Linear(20, 6))
-    tile_linears(model, max_bytes=200)
-    unchanged(model, lambda: tile_linears(model, max_bytes=200))
-    unchanged(model, lambda: tile_linears(model, max_bytes="1GiB"))
+    tile(model, max_bytes=200)
+    unchanged(model, lambda: tile(model, max_bytes=200))
+    unchanged(model, lambda: tile(model, max_bytes="1GiB"))
 
     def act() -> None:
         with pytest.raises(ConfigError, match="'0' is in tiles of up to 196 bytes already"):
-            tile_linears(model, max_bytes=100)
+            tile(model, max_bytes=100)
 
     unchanged(model, act)
 
@@ -98,11 +98,11 @@ def test_hooks_on_a_parameter() -> None:
 
     def act() -> None:
         with pytest.raises(ParameterError, match="'Linear' has hooks"):
-            tile_linears(layer, max_bytes=200)
+            tile(layer, max_bytes=200)
 
     unchanged(layer, act)
     handle.remove()
-    tile_linears(layer, max_bytes=200)
+    tile(layer, max_bytes=200)
 
 
 class OwnLinear(nn.Linear):
@@ -117,7 +117,7 @@ class Borrower(nn.Module):
         self.borrowed = parameter
 
 
-def replaced_forward(layer: nn.Linear) -> nn.Linear:
+def replaced_forward(layer: Any) -> nn.Linear:
     layer.forward = lambda features: features
     return layer
 
@@ -133,7 +133,8 @@ def borrowed(name: str) -> nn.ModuleList:
 
 
 def turned() -> nn.ModuleList:
-    first, second = nn.Linear(9, 9), Conv1D(9, 9)
+    first = nn.Linear(9, 9)
+    second: Any = Conv1D(9, 9)
     second.weight = first.weight
     return nn.ModuleList([first, second])
 
@@ -184,7 +185,7 @@ def test_left_alone_and_said(
 ) -> None:
     model = make()
     with caplog.at_level(logging.WARNING, logger="zero_plugin"):
-        unchanged(model, lambda: tile_linears(model, max_bytes=200))
+        unchanged(model, lambda: tile(model, max_bytes=200))
     if reason == "ParametrizedLinear":
         # Its weight is computed from parameters of other modules: none of them is a layer's own weight.
         assert caplog.text == ""
@@ -196,7 +197,7 @@ def test_left_alone_and_said(
 
 def test_nothing_is_said_when_all_is_tiled(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
-        tile_linears(nn.Sequential(nn.Linear(6, 20), nn.Linear(20, 2)), max_bytes=200)
+        tile(nn.Sequential(nn.Linear(6, 20), nn.Linear(20, 2)), max_bytes=200)
     assert caplog.text == ""
 
 
@@ -204,7 +205,7 @@ def test_layers_that_share_a_weight_but_not_a_bias() -> None:
     first, second = nn.Linear(6, 20), nn.Linear(6, 20)
     second.weight = first.weight
     plain = nn.ModuleList([first, second])
-    tiled = tile_linears(copy.deepcopy(plain), max_bytes=200)
+    tiled = tile(copy.deepcopy(plain), max_bytes=200)
     inputs = torch.randn(3, 6)
     for number in (0, 1):
         torch.testing.assert_close(tiled[number](inputs), plain[number](inputs))

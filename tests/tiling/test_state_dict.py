@@ -10,16 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_model, save_model
 from support.models import make_gpt
+from support.tiling import tile
 from support.training import assert_same_bits
 from torch import Tensor, nn
-
-from zero_plugin import tile_linears
 
 
 def models(**options: Any) -> tuple[Any, Any]:
     """The small GPT with its tied head, plain and tiled."""
     plain = make_gpt()
-    return plain, tile_linears(copy.deepcopy(plain), **{"max_bytes": 3000, **options})
+    return plain, tile(copy.deepcopy(plain), **{"max_bytes": 3000, **options})
 
 
 def changed(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -119,7 +118,7 @@ def test_missing_and_unexpected_names_are_returned() -> None:
 
 
 def test_not_a_tensor() -> None:
-    layer = tile_linears(nn.Linear(8, 8, bias=False), max_bytes=64)
+    layer = tile(nn.Linear(8, 8, bias=False), max_bytes=64)
     with pytest.raises(RuntimeError, match=r"expected a torch.Tensor, received <class 'int'>"):
         layer.load_state_dict({"weight": 3})
 
@@ -132,7 +131,7 @@ def test_hooks_on_loading_and_saving_run() -> None:
     layer.register_load_state_dict_pre_hook(
         lambda module, state, prefix, *_: state.update({prefix + "weight": state.pop(prefix + "w")})
     )
-    tile_linears(layer, max_bytes=64)
+    tile(layer, max_bytes=64)
     state = layer.state_dict()
     assert sorted(state) == ["bias", "w"]
     assert list(layer.load_state_dict(state)) == [[], []]
@@ -140,7 +139,7 @@ def test_hooks_on_loading_and_saving_run() -> None:
 
 def test_assigning_takes_dtype_and_keeps_frozen() -> None:
     layer = nn.Linear(8, 16).requires_grad_(False)
-    tile_linears(layer, max_bytes=128)
+    tile(layer, max_bytes=128)
     layer.load_state_dict(nn.Linear(8, 16).bfloat16().state_dict(), assign=True)
     assert layer.weight.dtype == torch.bfloat16
     assert not any(parameter.requires_grad for parameter in layer.parameters())
@@ -149,7 +148,7 @@ def test_assigning_takes_dtype_and_keeps_frozen() -> None:
 def test_from_the_meta_device() -> None:
     plain = make_gpt()
     with torch.device("meta"):
-        tiled = tile_linears(make_gpt(), max_bytes=3000)
+        tiled = tile(make_gpt(), max_bytes=3000)
     with pytest.warns(UserWarning, match="copying from a non-meta parameter in the checkpoint"):
         tiled.head.load_state_dict(plain.head.state_dict())
     tiled.load_state_dict(plain.state_dict(), assign=True)
@@ -169,7 +168,7 @@ def test_through_torch_save_and_safetensors(tmp_path: Any) -> None:
     fresh = make_gpt(seed=3)
     load_model(fresh, str(file))
     assert_same_bits(dict(fresh.state_dict()), dict(plain.state_dict()))
-    other = tile_linears(make_gpt(seed=3), max_bytes=5000)
+    other = tile(make_gpt(seed=3), max_bytes=5000)
     load_model(other, str(file))
     assert_same_bits(dict(other.state_dict()), dict(plain.state_dict()))
 
@@ -177,7 +176,7 @@ def test_through_torch_save_and_safetensors(tmp_path: Any) -> None:
 def test_loading_never_needs_a_second_whole_weight() -> None:
     from support.storages import LiveStorages
 
-    layer = tile_linears(nn.Linear(64, 512, bias=False), max_bytes=16384)
+    layer = tile(nn.Linear(64, 512, bias=False), max_bytes=16384)
     state = {"weight": torch.randn(512, 64)}
     with LiveStorages([*layer.parameters(), *state.values()]) as live:
         layer.load_state_dict(state)

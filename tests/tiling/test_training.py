@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import gpt_batch, make_gpt
+from support.tiling import tile
 from support.training import (
     SETTINGS,
     adamw,
@@ -18,14 +19,14 @@ from support.training import (
     snapshot,
 )
 
-from zero_plugin import ZeroEngine, tile_linears, tiled_cross_entropy
+from zero_plugin import ZeroEngine, tiled_cross_entropy
 from zero_plugin.errors import EngineStateError, OptimizerError
 
 STEPS = 3
 
 
 def tiled_gpt() -> Any:
-    return tile_linears(make_gpt(), max_bytes=3000)
+    return tile(make_gpt(), max_bytes=3000)
 
 
 def script(session: Any) -> None:
@@ -104,9 +105,9 @@ def test_a_live_engine_is_noticed() -> None:
     with engine_for(model):
         before = list(model.parameters())
         with pytest.raises(EngineStateError, match=r"'tokens.weight' belongs to a live engine"):
-            tile_linears(model, max_bytes=3000)
+            tile(model, max_bytes=3000)
         assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
-    tile_linears(model, max_bytes=3000)
+    tile(model, max_bytes=3000)
     with engine_for(model) as (engine, optimizer):
         engine.backward(model(gpt_batch(0)))
         optimizer.step()
@@ -115,6 +116,6 @@ def test_a_live_engine_is_noticed() -> None:
 def test_an_optimizer_built_before_tiling_is_refused() -> None:
     model = make_gpt()
     optimizer = adamw(model.parameters())
-    tile_linears(model, max_bytes=3000)
+    tile(model, max_bytes=3000)
     with pytest.raises(OptimizerError, match="after any step that replaces them"):
         ZeroEngine(model, optimizer)
