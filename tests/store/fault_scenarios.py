@@ -51,7 +51,7 @@ class Faults:
 
 
 class Bench:
-    def __init__(self, faults: Faults, engine: str, folders: list[str]) -> None:
+    def __init__(self, faults: Faults, engine: Any, folders: list[str]) -> None:
         self.faults = faults
         self.store = NvmeStore(folders, engine=engine, block_bytes=BLOCK, queue_depth=4)
         self.extent = self.store.reserve(NBYTES, "states")

@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -200,6 +201,42 @@ def test_registered_memory_is_what_is_moved(make_store: Make, io_uring_refusal: 
     assert torch.equal(first, second)
     # The kernel may refuse (ulimit -l), and then says so; the bytes are right in both cases.
     assert store.registration() == "" or "ulimit -l" in store.registration()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forks_during_transfers_part_nothing(make_store: Make, engine: str) -> None:
+    """Data loaders fork workers at any time; their copies of a page must not be what the disk gets or gives."""
+    store = make_store(engine=engine, block_bytes=BLOCK)
+    nbytes = 256 * BLOCK
+    memory = allocate_host(nbytes)
+    store.register(memory)
+    extent = store.reserve(nbytes, "states")
+    wrong: list[int] = []
+
+    def work() -> None:
+        for turn in range(1, 40):
+            memory.fill_(turn)
+            store.write(extent, 0, memory)
+            memory.zero_()
+            store.read(extent, 0, memory)
+            if not memory.eq(turn).all():
+                wrong.append(turn)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begin = f"{memory.data_ptr():x}-"
+    children: list[int] = []
+    for _ in range(12):
+        child = os.fork()
+        if child == 0:
+            time.sleep(0.2)
+            os._exit(begin in Path("/proc/self/maps").read_text())
+        children.append(child)
+        time.sleep(0.01)
+    thread.join(60)
+    assert begin in Path("/proc/self/maps").read_text()
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 12
+    assert wrong == []
 
 
 # ------------------------------------------------------------------ the ledger and the description

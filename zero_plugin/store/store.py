@@ -222,7 +222,9 @@ class NvmeStore:
     def register(self, tensor: Tensor) -> None:
         """Tells the system of memory that will be read into and written from often, which spares it work each time.
 
-        The store keeps the tensor until it is closed. Where the system refuses, I/O works as before.
+        The store keeps the tensor until it is closed. Where the system refuses, I/O works as before. Processes forked
+        meanwhile do not get this memory, so that a fork during a transfer (a data loader starting its workers) cannot
+        part the disk's bytes from this process's.
         """
         with self._lock:
             engine = self._opened()

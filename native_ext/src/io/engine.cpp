@@ -1,5 +1,6 @@
 #include "io/engine.h"
 
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,6 +16,22 @@ constexpr unsigned kMaxEmpty = 8;        // results without progress and without
 constexpr unsigned kPatientStalls = 16;  // put off this often, an operation is retried at once
 constexpr unsigned kMaxStalls = 5'000;   // about five seconds
 constexpr std::uint64_t kMaxBlock = 1u << 30;
+
+// Whether forked children get the whole pages within a range.
+void share_with_children(const char* data, std::uint64_t bytes, bool share) {
+#if defined(MADV_DONTFORK) && defined(MADV_DOFORK)
+  const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto address = reinterpret_cast<std::uintptr_t>(data);  // NOLINT
+  const std::uintptr_t begin = (address + page - 1) / page * page;
+  const std::uintptr_t end = (address + static_cast<std::uintptr_t>(bytes)) / page * page;
+  if (begin >= end) return;
+  // Refused for mappings of devices, which children do not get in any case.
+  madvise(reinterpret_cast<void*>(begin), end - begin,  // NOLINT
+          share ? MADV_DOFORK : MADV_DONTFORK);
+#else
+  (void)data, (void)bytes, (void)share;
+#endif
+}
 
 }  // namespace
 
@@ -42,6 +59,19 @@ std::size_t Engine::add_file(const File& file) {
   const std::lock_guard<std::mutex> lock(files_mutex_);
   files_.push_back(file);
   return files_.size() - 1;
+}
+
+void Engine::register_memory(char* data, std::uint64_t bytes) {
+  check_process();
+  share_with_children(data, bytes, false);
+  const std::lock_guard<std::mutex> lock(files_mutex_);
+  memory_.emplace_back(data, bytes);
+}
+
+void Engine::close() {
+  const std::lock_guard<std::mutex> lock(files_mutex_);
+  for (const auto& [data, bytes] : memory_) share_with_children(data, bytes, true);
+  memory_.clear();
 }
 
 std::vector<File> Engine::files() const {

@@ -56,8 +56,11 @@ class Engine {
   // The descriptor stays the caller's, who closes it after the engine.
   std::size_t add_file(const File& file);
 
-  // Memory that transfers will use and that stays mapped until close(). Only a matter of speed.
-  virtual void register_memory(char* data, std::uint64_t bytes) = 0;
+  // Memory that transfers will use and that stays mapped until close(). Its whole pages are absent
+  // from children made by fork(): direct I/O would otherwise go to the child's copy of a page, or
+  // to nobody's, where a transfer runs during the fork (open(2), NOTES) or the pages are
+  // registered.
+  virtual void register_memory(char* data, std::uint64_t bytes);
 
   // How registering went: empty, or why it was of no use. Known after a transfer.
   virtual std::string registration() const = 0;
@@ -67,7 +70,7 @@ class Engine {
   virtual std::optional<Fault> transfer(const std::vector<Request>& requests) = 0;
 
   // Waits for running transfers; may be called twice.
-  virtual void close() = 0;
+  virtual void close();
 
   const Options& options() const { return options_; }
 
@@ -83,6 +86,7 @@ class Engine {
   const std::int64_t process_;
   mutable std::mutex files_mutex_;
   std::vector<File> files_;
+  std::vector<std::pair<char*, std::uint64_t>> memory_;
 };
 
 std::unique_ptr<Engine> make_threads_engine(const Options& options);

@@ -65,7 +65,6 @@ class ThreadsEngine final : public Engine {
   }
 
   const char* name() const override { return "threads"; }
-  void register_memory(char*, std::uint64_t) override {}
   std::string registration() const override { return "the thread pool registers nothing"; }
 
   std::optional<Fault> transfer(const std::vector<Request>& requests) override {
@@ -96,6 +95,7 @@ class ThreadsEngine final : public Engine {
     }
     state.work.notify_all();
     for (std::thread& thread : threads) thread.join();
+    Engine::close();
   }
 
  private:

@@ -183,7 +183,7 @@ class UringEngine final : public Engine {
   const char* name() const override { return "uring"; }
 
   void register_memory(char* data, std::uint64_t bytes) override {
-    check_process();
+    Engine::register_memory(data, bytes);
     const std::lock_guard<std::mutex> lock(state_->mutex);
     for (std::uint64_t start = 0; start < bytes; start += kMaxBuffer) {
       const std::uint64_t size = std::min(kMaxBuffer, bytes - start);
@@ -219,6 +219,8 @@ class UringEngine final : public Engine {
     state_->returned.wait(lock, [this] { return state_->free.size() == state_->sessions; });
     state_->free.clear();
     state_->sessions = 0;
+    lock.unlock();
+    Engine::close();
   }
 
  private:
