@@ -10,10 +10,12 @@ from support.models import gpt_batch, make_gpt
 from support.tiling import tile
 from support.training import (
     SETTINGS,
+    Session,
     adamw,
     assert_like_plain_torch,
     assert_same_bits,
     engine_for,
+    exact_sgd,
     ranks,
     run_script,
     snapshot,
@@ -21,6 +23,8 @@ from support.training import (
 
 from zero_plugin import ZeroEngine, tiled_cross_entropy
 from zero_plugin.errors import EngineStateError, OptimizerError
+from zero_plugin.sharding.units import plan_units
+from zero_plugin.tiling.modules import Tile
 
 STEPS = 3
 
@@ -49,6 +53,27 @@ def test_like_the_untiled_model_in_plain_torch(stage: int) -> None:
     found = run_script(tiled_gpt, script, settings={"stage": stage})
     assert list(found["weights"]) == list(expected["weights"])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_tiles_are_gathered_one_by_one_at_stage_3() -> None:
+    expected = run_script(tiled_gpt, script)
+    torch.manual_seed(0)
+    model = tiled_gpt()
+    plan = plan_units(model, persist_below=0)
+    tiles = {id(module) for module in model.modules() if isinstance(module, Tile)}
+    assert tiles == {id(module) for module, _ in plan.uses} & tiles
+    largest = max(
+        sum(parameter.nbytes for _, parameter in unit.parameters)
+        for unit in plan.units
+        if id(unit.module) in tiles
+    )
+    assert largest <= 3000
+    optimizer = exact_sgd(model.parameters())
+    with engine_for(model, optimizer, stage=3, persist_below=0) as (engine, _):
+        session = Session(model=model, optimizer=optimizer, engine=engine)
+        script(session)
+        assert_same_bits(session.notes, expected["notes"])
+        assert_same_bits(engine.full_state_dict(), expected["weights"])
 
 
 def two_ranks(rank: int, size: int, stage: int) -> Any:

@@ -87,7 +87,7 @@ def _same_storage(one: object, other: Tensor) -> bool:
 
 def _storage_of(tensor: Tensor) -> int:
     # Not its address, which is 0 on the meta device.
-    return tensor.untyped_storage()._cdata  # noqa: SLF001 (torch's name)
+    return tensor.untyped_storage()._cdata
 
 
 class ReadOnlyView(Tensor):
