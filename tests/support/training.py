@@ -220,6 +220,17 @@ class Session:
         else:
             self.engine.backward(loss, **arguments)
 
+    def full_params(self, *, writeback: bool = False) -> Any:
+        """Full weights inside; they always are in plain torch."""
+        if self.engine is None:
+            return contextlib.nullcontext()
+        return self.engine.full_params(writeback=writeback)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copies of the present weights and buffers."""
+        with self.full_params():
+            return snapshot(self.model)
+
     def clip(self, bound: float) -> None:
         """Clip by norm and note the norm."""
         if self.engine is None:
@@ -241,6 +252,13 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 )
 """Unlike one another in stage, placement, backend and number of blocks."""
 
+SHARDED: tuple[dict[str, Any], ...] = (
+    {"stage": 3, "backend": "threads", "bucket_bytes": 256},
+    {"stage": 3, "params": "host", "optimizer": "device", "backend": "inline", "prefetch_units": 0},
+    {"stage": 3, "params": "host", "backend": "chaos", "bucket_bytes": 512, "prefetch_units": 3},
+)
+"""Stage 3, unlike one another in placement, backend, number of blocks and prefetch."""
+
 
 def run_script(
     make_model: Callable[[], nn.Module],
@@ -259,14 +277,15 @@ def run_script(
     with engine_for(model, optimizer, **settings) as (engine, _):
         session = Session(model=model, optimizer=optimizer, engine=engine)
         script(session)
-        return {"weights": snapshot(model), "notes": session.notes}
+        with engine.full_params():
+            return {"weights": snapshot(model), "notes": session.notes}
 
 
 def assert_like_plain_torch(
     make_model: Callable[[], nn.Module],
     script: Callable[[Session], None],
     make_optimizer: Callable[..., Any] = exact_sgd,
-    settings: tuple[dict[str, Any], ...] = SETTINGS,
+    settings: tuple[dict[str, Any], ...] = (*SETTINGS, *SHARDED),
 ) -> None:
     """The script leaves the same bits in plain torch and under the engine with every setting."""
     expected = run_script(make_model, script, make_optimizer)

@@ -364,8 +364,12 @@ class SavedWeights:
                 f"{saved.member.name!r} is at version {version}; expected version {saved.version} instead (an optimizer "
                 "step between a forward and its backward does this)"
             )
+        inside_backward = torch._C._current_graph_task_id() != -1
+        if inside_backward and torch.is_grad_enabled():
+            # create_graph: what this node saves for the next backward. Autograd itself takes the hooks off after the node.
+            self.push()
         with untraced(), torch.inference_mode(mode=False), torch.no_grad():
-            if torch._C._current_graph_task_id() != -1:
+            if inside_backward:
                 self._before()
             self._last_call = saved.call
             self._keeper.reached(saved.call, saved.unit)

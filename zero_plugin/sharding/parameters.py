@@ -89,6 +89,9 @@ class ManagedParameter:
         The linear layers of torch give other bits at unaligned addresses, and safetensors refuses parameters that are
         views of one buffer.
         """
+        if _has_no_memory(self.parameter):
+            self._take_alias_of_released()
+            return
         with torch.inference_mode(mode=False), torch.no_grad():
             data = self.parameter.data
             owns_storage = (
@@ -102,6 +105,20 @@ class ManagedParameter:
                 data = self.parameter.data
             alias: Tensor = torch.empty(0, dtype=data.dtype, device=data.device)
             self.alias = alias.set_(data.untyped_storage(), 0, (data.numel(),), (1,))
+
+    def _take_alias_of_released(self) -> None:
+        """A sharded parameter has a storage of its own already; an alias can be made only while it has its size."""
+        parameter = self.parameter
+        with (
+            torch._C.DisableTorchFunctionSubclass(),
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+        ):
+            storage = parameter.untyped_storage()
+            storage.resize_(parameter.numel() * parameter.element_size())
+            alias = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            self.alias = alias.set_(storage, 0, (parameter.numel(),), (1,))
+            storage.resize_(0)
 
 
 def collect_parameters(
@@ -158,6 +175,18 @@ def collect_parameters(
     ]
 
 
+def _has_no_memory(parameter: Tensor) -> bool:
+    """Whether a parameter's weights are sharded, and not here."""
+    with torch._C.DisableTorchFunctionSubclass():
+        meta = parameter.device.type == "meta" or parameter.layout != torch.strided
+        return (
+            not meta
+            and parameter.numel() > 0
+            and type(parameter.data) is Tensor
+            and parameter.untyped_storage().nbytes() == 0
+        )
+
+
 def _check_member(parameter: object, names: dict[int, str], place: str) -> None:
     if not isinstance(parameter, Tensor):
         raise ParameterError(
@@ -184,7 +213,7 @@ def _check_disjoint(found: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Refuse parameters that share memory: each would have a master of its own, and the last write would win."""
     extents: list[tuple[int, int, str]] = []
     for name, parameter in found:
-        if parameter.numel():
+        if parameter.numel() and not _has_no_memory(parameter):
             last = sum(
                 (n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)
             )
@@ -223,7 +252,9 @@ def _check_dtype(name: str, parameter: nn.Parameter) -> None:
             f"parameter {name!r} has grad_dtype {parameter.grad_dtype} and dtype {parameter.dtype}: the engine sums "
             "gradients in fp32 itself; leave grad_dtype alone"
         )
-    if type(parameter) is not nn.Parameter and type(parameter.data) is not Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = type(parameter) is nn.Parameter or type(parameter.data) is Tensor
+    if not plain:
         raise ParameterError(
             f"parameter {name!r} is a {type(parameter).__name__}, a tensor subclass with a storage of its own kind: "
             "train it frozen (requires_grad=False) or convert it to a plain tensor"
