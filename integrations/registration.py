@@ -16,6 +16,9 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "zero_1": {"stage": 1, "optimizer": "device", "gradients": "device"},
     "zero_2": {"stage": 2, "optimizer": "device", "gradients": "device"},
     "zero_offload": {"stage": 2, "optimizer": "host", "gradients": "host"},
+    "zero_3": {"stage": 3, "params": "device", "optimizer": "device", "gradients": "device"},
+    "zero_3_offload": {"stage": 3, "params": "host", "optimizer": "host", "gradients": "host"},
+    "zero_infinity": {"stage": 3, "params": "nvme", "optimizer": "nvme", "gradients": "nvme"},
 }
 """Registered name -> the `ZeroConfig` fields it stands for; every other field keeps its default."""
 
@@ -23,6 +26,9 @@ DESCRIPTIONS: Mapping[str, str] = {
     "zero_1": "ZeRO stage 1: optimizer states sharded, on the device",
     "zero_2": "ZeRO stage 2: optimizer states and gradients sharded, on the device",
     "zero_offload": "ZeRO-Offload: stage 2 with optimizer states and gradients in host memory",
+    "zero_3": "ZeRO stage 3: parameters, optimizer states and gradients sharded, on the device",
+    "zero_3_offload": "ZeRO stage 3 with the shards of parameters, optimizer states and gradients in host memory",
+    "zero_infinity": "ZeRO-Infinity: stage 3 with all shards in files (needs nvme_path)",
 }
 
 # module of the registry -> (its attribute, the module of our class for this framework, the class)

@@ -65,6 +65,32 @@ class FullAccess:
         self.roster.note_written(written)
 
     @contextmanager
+    def computing(self) -> Generator[None]:
+        """Inside, sharded weights may be used outside their modules; see `ZeroEngine.evaluation_context`."""
+        if self.sharded is None:
+            yield
+            return
+        gatherer = self.sharded.gatherer
+        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
+            call = gatherer.enter(())
+        try:
+            yield
+        finally:
+            with untraced(), torch.inference_mode(mode=False), torch.no_grad():
+                gatherer.leave((), call)
+
+    def copies(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Every sharded parameter and its full weights in host memory, on every rank; gathered one unit at a time."""
+        if self.sharded is None:
+            return []
+        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
+            return [
+                (member.parameter, _copy(member.parameter))
+                for unit in self.sharded.gathered_units()
+                for member in unit.members
+            ]
+
+    @contextmanager
     def grads(self) -> Generator[None]:
         """Inside, `Parameter.grad` holds the full gradient; see `ZeroEngine.full_grads`."""
         if self.reducer.showing:
@@ -109,6 +135,14 @@ class FullAccess:
             name: full[id(value)] if id(value) in full else _copy(value)
             for name, value in found.items()
         }
+
+
+def make_plain(weights: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+    """Give parameters of a closed engine memory of their own again."""
+    with untraced(), torch.inference_mode(mode=False), torch.no_grad():
+        for parameter, value in weights:
+            parameter.__class__ = nn.Parameter
+            parameter.data = value
 
 
 @contextmanager

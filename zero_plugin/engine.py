@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from zero_plugin.access import FullAccess
+from zero_plugin.access import FullAccess, make_plain
 from zero_plugin.accounts import Accounts
 from zero_plugin.budget import Budget
 from zero_plugin.config import ZeroConfig
@@ -316,6 +316,16 @@ class ZeroEngine:
     # Access ------------------------------------------------------------------------------------------------------
 
     @contextmanager
+    def evaluation_context(self) -> Generator[None]:
+        """Around a framework's step without gradients, which all ranks take together.
+
+        Inside, a sharded weight that is used outside its module is gathered, as it is in a step with gradients.
+        """
+        self._check_open("evaluation_context")
+        with self._access.computing():
+            yield
+
+    @contextmanager
     def full_params(self, *, writeback: bool = False) -> Generator[None]:
         """Inside, every parameter holds its full, finished weights. At stages 0 to 2 they always do after a step.
 
@@ -469,10 +479,17 @@ class ZeroEngine:
             timeout_seconds=self.config.timeout_seconds,
         )
 
-    def close(self) -> None:
-        """Stop threads, free buffers and take the hooks off; idempotent. The model is plain afterwards."""
+    def close(self, *, gather: bool = False) -> None:
+        """Stop threads, free buffers and take the hooks off; idempotent. The model is plain afterwards.
+
+        Except for sharded parameters (stage 3) of several processes: they stay sharded, and raise when they are used.
+
+        Args:
+            gather: at stage 3, leave plain parameters with their full weights in host memory, on every rank; a collective.
+        """
         if self._closed:
             return
+        weights = self._access.copies() if gather else []
         self._closed = True
         with ExitStack() as stack:
             # Last first; each is done whatever the others raise.
@@ -486,10 +503,11 @@ class ZeroEngine:
             stack.callback(self._replicas.close)
             if self._sharded is not None:
                 alone = self._resources.group.size == 1
-                stack.callback(self._sharded.close, restore=alone)
+                stack.callback(self._sharded.close, restore=alone and not weights)
             for item in self.optimizers:
                 if getattr(item, "zero_host", None) is self:
                     facade.release(item)
+        make_plain(weights)
 
     def __enter__(self) -> Self:
         """The engine itself."""

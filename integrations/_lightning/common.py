@@ -9,9 +9,12 @@ import torch
 
 from zero_plugin.config import ZeroConfig
 from zero_plugin.errors import ConfigError
+from zero_plugin.runtime.memory import available_host_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
+
+    from torch import nn
 
     from zero_plugin.engine import ZeroEngine
 
@@ -23,6 +26,10 @@ LOW_PRECISION: Mapping[str, torch.dtype | None] = {
     "16-mixed": torch.float16,
     "16-true": torch.float16,
 }
+
+
+# Lightning's callbacks that copy the whole module, or write weights, in the middle of a fit.
+_WEIGHT_COPIERS = ("EMAWeightAveraging", "StochasticWeightAveraging", "WeightAveraging")
 
 
 class EngineSlots:
@@ -125,6 +132,32 @@ def config_for(config: ZeroConfig, precision: str) -> ZeroConfig:
 def needs_process_group(world_size: int) -> bool:
     """Whether to make the default process group: for several ranks, and for torchrun, which promises one."""
     return world_size > 1 or torch.distributed.is_torchelastic_launched()
+
+
+def check_callbacks(callbacks: Iterable[object]) -> None:
+    """Refuse Lightning's callbacks that cannot work on sharded weights. A subclass of the user's may know better.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for callback in callbacks:
+        kind = type(callback)
+        if kind.__name__ in _WEIGHT_COPIERS and kind.__module__.partition(".")[0] in (
+            "lightning",
+            "pytorch_lightning",
+        ):
+            raise ConfigError(
+                f"callback {kind.__name__} copies and writes weights in the middle of the fit, and at stage 3 they are "
+                "sharded: use stage 2 or lower (strategy='zero_2' or 'zero_offload'), or average in a callback of your own "
+                "inside `with trainer.strategy.engine.full_params(writeback=True):`"
+            )
+
+
+def fits_in_host_memory(model: nn.Module, local_processes: int) -> bool:
+    """Whether each process of this machine can take all weights of a model; True where that is unknown."""
+    needed = sum(p.numel() * p.element_size() for p in model.parameters())
+    available = available_host_bytes()
+    return available is None or needed * local_processes <= available
 
 
 def refuse_precision(plugin: object, reason: str) -> NoReturn:

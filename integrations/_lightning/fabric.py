@@ -68,6 +68,8 @@ class FabricStrategy(Base):
     ) -> None:
         self._config = build_config(config, settings)
         self._slots = EngineSlots()
+        # Modules of `setup_module`, whose engines are made when their optimizer comes.
+        self._waiting: list[weakref.ref[nn.Module]] = []
         optional: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
         super().__init__(
             accelerator=accelerator,
@@ -120,30 +122,40 @@ class FabricStrategy(Base):
         """Give a module and its optimizers to a new engine; the objects returned are those passed in."""
         precision = str(self.precision.precision)
         check_device_can(precision, self.root_device)
-        engine = ZeroEngine(module, optimizers, config_for(self._config, precision))
+        self._make_engine(module, optimizers)
+        return module, optimizers, scheduler
+
+    def _make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
+        config = config_for(self._config, str(self.precision.precision))
+        engine = ZeroEngine(module, optimizers, config)
+        self._waiting = [item for item in self._waiting if item() not in (None, module)]
         if not self._slots.engines:
             # Fabric never tears a strategy down, so the engines go when the strategy or the process does.
             weakref.finalize(self, _close_all, self._slots)
         self._slots.engines.append(engine)
-        return module, optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> Any:
-        """Set a module up for inference: same weights on every rank, no engine."""
+        """Give every rank the same weights. The engine is made with the module's optimizer; for inference there is none."""
         check_device_can(str(self.precision.precision), self.root_device)
         if torch.distributed.is_initialized():
             for tensor in (*module.parameters(), *module.buffers()):
                 torch.distributed.broadcast(tensor.detach(), 0)
+        self._waiting.append(weakref.ref(module))
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Refuse: an engine needs module and optimizers together.
+        """Make the engine of a module that was set up before, and of its one optimizer.
 
         Raises:
-            EngineStateError: always.
+            EngineStateError: no such module holds its parameters, or it has an engine already.
         """
+        for module in (item() for item in self._waiting):
+            if module is not None and _holds_all(module, optimizer):
+                self._make_engine(module, [optimizer])
+                return optimizer
         raise EngineStateError(
-            f"{type(optimizer).__name__} was set up without its module, but its states are sharded together with the "
-            "module's gradients: call fabric.setup(module, optimizer, ...)"
+            f"{type(optimizer).__name__} was set up without its module, or after another optimizer of it, but its states are "
+            "sharded together with the module's gradients: call fabric.setup(module, optimizer, ...)"
         )
 
     # ------------------------------------------------------------------ steps
@@ -200,10 +212,39 @@ class FabricStrategy(Base):
     # ------------------------------------------------------------------ checkpoints
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The module's state on every rank: up to stage 2 each one has all weights."""
-        engine = next((engine for engine in self._slots.engines if engine.model is module), None)
-        with nullcontext() if engine is None else engine.full_params():
+        """The full state of a module or of a part of it; all ranks must call.
+
+        Up to stage 2 on every rank, at stage 3 on rank 0, empty on the others.
+        """
+        found = self._engine_and_place(module)
+        if found is None or not found[0].config.shards_parameters:
             return super().get_module_state_dict(module)
+        engine, place = found
+        prefix = f"{place}." if place else ""
+        return {
+            name.removeprefix(prefix): value
+            for name, value in engine.full_state_dict().items()
+            if name.startswith(prefix)
+        }
+
+    def load_module_state_dict(
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        strict: bool = True,
+    ) -> None:
+        """Load the full state of a module or of a part of it; every rank gives it."""
+        found = self._engine_and_place(module)
+        with nullcontext() if found is None else found[0].full_params(writeback=True):
+            super().load_module_state_dict(module, state_dict, strict=strict)
+
+    def _engine_and_place(self, module: nn.Module) -> tuple[ZeroEngine, str] | None:
+        """The engine whose model is or contains a module, and its name there."""
+        for engine in self._slots.engines:
+            for name, part in engine.model.named_modules():
+                if part is module:
+                    return engine, name
+        return None
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state in torch's format on rank 0, empty on the others; all ranks must call."""
@@ -245,6 +286,11 @@ class SyncControl:
             f"{type(module).__name__} was set up without an optimizer, so there is no reduction to hold back: "
             "call fabric.setup(module, optimizer, ...)"
         )
+
+
+def _holds_all(module: nn.Module, optimizer: Optimizer) -> bool:
+    held = {id(parameter) for parameter in module.parameters()}
+    return all(id(p) in held for group in optimizer.param_groups for p in group["params"])
 
 
 def _close_all(slots: EngineSlots) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,10 @@ from zero_plugin.integrations._lightning.common import (
     EngineSlots,
     PrecisionPlugins,
     build_config,
+    check_callbacks,
     check_device_can,
     config_for,
+    fits_in_host_memory,
     needs_process_group,
 )
 
@@ -85,6 +87,8 @@ class TrainerStrategy(Base):
         self._accumulates = False
         self._buffers_are_due = True
         self._all_failed = False
+        # Holds all weights here through a validation whose length differs between ranks.
+        self._validation = ExitStack()
         optional: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
         super().__init__(
             accelerator=accelerator,
@@ -174,6 +178,8 @@ class TrainerStrategy(Base):
                 self.configure_ddp()
             return
         config = config_for(self._config, str(self.precision_plugin.precision))
+        if config.shards_parameters:
+            check_callbacks(trainer.callbacks)
         engine = ZeroEngine(model, optimizers, config)
         self._slots.engines.append(engine)
         for number, state in states.items():
@@ -205,12 +211,42 @@ class TrainerStrategy(Base):
         finally:
             self._accumulates = before
 
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step; sharded weights that it uses outside their modules are gathered."""
+        engine = self._slots.only
+        with nullcontext() if engine is None else engine.evaluation_context():
+            return super().validation_step(*args, **kwargs)
+
     def on_validation_start(self) -> None:
-        """Validate with rank 0's buffers on every rank, as under DDP."""
+        """Validate with rank 0's buffers on every rank, as under DDP.
+
+        Sharded weights are gathered module by module, which takes as many batches on every rank. Where their numbers differ,
+        all weights are gathered for the whole validation.
+        """
         engine = self._slots.only
         if engine is not None:
             engine.broadcast_buffers()
+            if engine.config.shards_parameters and not self._same_on_every_rank(
+                self._require(self.lightning_module).trainer._evaluation_loop.max_batches  # noqa: SLF001
+            ):
+                logging.getLogger("zero_plugin").warning(
+                    "ranks validate on different numbers of batches, so all weights are gathered for this validation: give "
+                    "every rank as many (Lightning's own DistributedSampler does) to gather them module by module"
+                )
+                self._validation.enter_context(engine.full_params())
         super().on_validation_start()
+
+    def on_validation_end(self) -> None:
+        """Let go of weights that were gathered for the validation."""
+        self._validation.close()
+        super().on_validation_end()
+
+    def _same_on_every_rank(self, value: Any) -> bool:
+        if self.world_size == 1:
+            return True
+        found: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(found, value)
+        return all(item == found[0] for item in found)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -249,17 +285,24 @@ class TrainerStrategy(Base):
             engine.load_optimizer_state_dict(_unwrap(optimizer), state)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state on every rank: up to stage 2 each one has all weights.
+        """The module's full state: up to stage 2 on every rank, at stage 3 on rank 0, empty on the others.
 
-        It is the first thing every checkpoint asks for.
+        All ranks must call. It is the first thing every checkpoint asks for.
 
         Raises:
             CheckpointError: this rank is handling an exception that the other ranks have not met.
         """
         engine = self._slots.only
         self._check_every_rank_saves()
-        with nullcontext() if engine is None else engine.full_params():
+        if engine is None or not engine.config.shards_parameters:
             return super().lightning_module_state_dict()
+        return engine.full_state_dict()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a module's full state, into the shards if weights are sharded already; every rank gives it."""
+        engine = self._slots.only
+        with nullcontext() if engine is None else engine.full_params(writeback=True):
+            super().load_model_state_dict(checkpoint, strict=strict)
 
     def _check_every_rank_saves(self) -> None:
         """Refuse to gather states that the other ranks will never send.
@@ -299,24 +342,63 @@ class TrainerStrategy(Base):
 
     def on_exception(self, exception: BaseException) -> None:
         """Drop the step that was under way."""
+        self._end_validation()
         engine = self._slots.only
         if engine is not None:
             _drop_step(engine)
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """Close the engine (threads, buffers, hooks), then do what DDPStrategy does."""
+        """Close the engine (threads, buffers, hooks), then do what DDPStrategy does.
+
+        Sharded weights come back to host memory, on every rank, if the fit ended well and they fit there. Else they stay
+        sharded where there are several processes, and raise when they are used.
+        """
         engine = self._slots.only
+        gone = False
         if engine is not None:
             kept = engine.keep_states()
-            self._close_engine()
+            gather = engine.config.shards_parameters and self._can_gather(engine)
+            gone = engine.config.shards_parameters and not gather and self.world_size > 1
+            self._close_engine(gather=gather)
             kept.move_to_cpu()
             self._kept = kept
-        super().teardown()
+        with self._without_module() if gone else nullcontext():
+            super().teardown()
 
-    def _close_engine(self) -> None:
+    def _can_gather(self, engine: ZeroEngine) -> bool:
+        """Whether the ranks are together, and each has memory for all weights."""
+        if self._require(self.lightning_module).trainer.state.status.value == "interrupted":
+            return False
+        fits = fits_in_host_memory(engine.model, self.num_processes)
+        fits = self.reduce_boolean_decision(fits) if self.world_size > 1 else fits
+        if not fits:
+            logging.getLogger("zero_plugin").warning(
+                "the weights stay sharded after the fit, since host memory does not hold all of them for each of %d local "
+                "processes: load a checkpoint of the fit where they are needed",
+                self.num_processes,
+            )
+        return fits
+
+    @contextmanager
+    def _without_module(self) -> Generator[None]:
+        """Inside, the Trainer's teardown finds no module: it would move parameters that have no memory."""
+        module, self._lightning_module = self._lightning_module, None
+        try:
+            yield
+        finally:
+            self._lightning_module = module
+
+    def _end_validation(self) -> None:
+        try:
+            self._validation.close()
+        except ZeroError as error:  # the exception that broke the validation is the one to raise
+            logging.getLogger("zero_plugin").warning("while a validation was dropped: %s", error)
+
+    def _close_engine(self, *, gather: bool = False) -> None:
+        self._end_validation()
         while self._slots.engines:
-            self._slots.engines.pop().close()
+            self._slots.engines.pop().close(gather=gather)
         self._all_failed = False
 
     @staticmethod
