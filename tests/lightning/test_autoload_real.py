@@ -16,6 +16,7 @@ import pytest
 
 from zero_plugin import _autoload
 from zero_plugin.config import ZeroConfig
+from zero_plugin.errors import ConfigError
 from zero_plugin.integrations.registration import STRATEGIES
 
 REPORT = """
@@ -119,9 +120,24 @@ def test_a_run_that_does_not_ask_for_us_behaves_the_same(
 
 
 def test_names_stand_for_exact_configs() -> None:
-    configs = {name: ZeroConfig(**fields) for name, fields in STRATEGIES.items()}
+    configs = {
+        name: ZeroConfig(**fields) for name, fields in STRATEGIES.items() if name != "zero_infinity"
+    }
     assert configs == {
         "zero_1": ZeroConfig(stage=1, optimizer="device", gradients="device"),
         "zero_2": ZeroConfig(stage=2, optimizer="device", gradients="device"),
         "zero_offload": ZeroConfig(stage=2, optimizer="host", gradients="host"),
+        "zero_3": ZeroConfig(stage=3, params="device", optimizer="device", gradients="device"),
+        "zero_3_offload": ZeroConfig(stage=3, params="host", optimizer="host", gradients="host"),
     }
+    assert STRATEGIES["zero_infinity"] == {
+        "stage": 3,
+        "params": "nvme",
+        "optimizer": "nvme",
+        "gradients": "nvme",
+    }
+
+
+def test_zero_infinity_is_refused_without_a_folder() -> None:
+    with pytest.raises(ConfigError, match="nvme"):
+        ZeroConfig(**STRATEGIES["zero_infinity"])

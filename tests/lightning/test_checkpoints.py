@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.lightning_runs import (
-    NAMES,
+    REPLICATED,
     assert_same,
     data,
     fit,
@@ -77,6 +77,8 @@ def resume(rank: int, size: int, folder: Path, name: str, precision: str) -> Non
         ("zero_1", "bf16-true"),
         ("zero_offload", "bf16-true"),
         ("zero_2", "bf16-mixed"),
+        ("zero_3", "32-true"),
+        ("zero_3_offload", "bf16-true"),
     ],
 )
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
@@ -86,9 +88,9 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
     ranks(size, resume, tmp_path, name, precision)
 
 
-def interchange(rank: int, size: int, folder: Path) -> None:
+def interchange(rank: int, size: int, folder: Path, other: str) -> None:
     with no_group_left():
-        for name in ("ddp", "zero_offload"):
+        for name in ("ddp", other):
             fit(
                 name,
                 size,
@@ -101,17 +103,18 @@ def interchange(rank: int, size: int, folder: Path) -> None:
             (saved, used): fit(
                 used, size, module=adamw, max_epochs=3, ckpt_path=folder / saved / "epoch=0.ckpt"
             )
-            for saved in ("ddp", "zero_offload")
-            for used in ("ddp", "zero_offload")
+            for saved in ("ddp", other)
+            for used in ("ddp", other)
         }
     first = resumed["ddp", "ddp"]
     for run in resumed.values():
         assert_same(first, run, tolerance=1e-6)
 
 
+@pytest.mark.parametrize("other", ["zero_offload", "zero_3"])
 @pytest.mark.parametrize("size", SIZES)
-def test_checkpoints_go_from_ddp_to_us_and_back(size: int, tmp_path: Path) -> None:
-    ranks(size, interchange, tmp_path)
+def test_checkpoints_go_from_ddp_to_us_and_back(size: int, other: str, tmp_path: Path) -> None:
+    ranks(size, interchange, tmp_path, other)
 
 
 def other_world(rank: int, size: int, folder: Path) -> None:
@@ -194,7 +197,7 @@ def after_with_same_optimizer(rank: int, size: int, folder: Path) -> None:
 
     with no_group_left():
         runs = []
-        for name in ("ddp", "zero_offload"):
+        for name in ("ddp", "zero_offload", "zero_3"):
             kept.clear()
             run = fit(name, size, module=module, max_epochs=1)
             trainer = run.trainer
@@ -203,7 +206,8 @@ def after_with_same_optimizer(rank: int, size: int, folder: Path) -> None:
             run.losses, run.lrs = list(run.module.losses), list(run.module.lrs)
             run.weights = {k: v.clone() for k, v in run.module.state_dict().items()}
             runs.append(run)
-    assert_same(runs[0], runs[1], tolerance=1e-6)
+    for run in runs[1:]:
+        assert_same(runs[0], run, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -286,9 +290,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ evaluation with a checkpoint
 
 
-def evaluate(rank: int, size: int, folder: Path) -> None:
+def evaluate(rank: int, size: int, folder: Path, name: str) -> None:
     run = fit(
-        "zero_offload",
+        name,
         size,
         module=adamw,
         enable_checkpointing=True,
@@ -300,9 +304,10 @@ def evaluate(rank: int, size: int, folder: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["zero_offload", "zero_3"])
 @pytest.mark.parametrize("size", SIZES)
-def test_test_with_the_best_checkpoint(size: int, tmp_path: Path) -> None:
-    ranks(size, evaluate, tmp_path)
+def test_test_with_the_best_checkpoint(size: int, name: str, tmp_path: Path) -> None:
+    ranks(size, evaluate, tmp_path, name)
 
 
 # ------------------------------------------------------------------ exceptions, and collectives on one rank
@@ -408,7 +413,7 @@ def averaging(rank: int, size: int, kind: str) -> None:
     with no_group_left():
         runs = [
             fit(name, size, module=module, max_epochs=4, callbacks=callbacks())
-            for name in ("ddp", *NAMES)
+            for name in ("ddp", *REPLICATED)
         ]
     for run in runs[1:]:
         assert_same(runs[0], run)
@@ -453,9 +458,10 @@ def learning_rate_finder(rank: int, size: int, folder: Path) -> None:
                 default_root_dir=folder,
                 enable_checkpointing=True,
             )
-            for name in ("ddp", "zero_offload")
+            for name in ("ddp", "zero_offload", "zero_3_offload")
         ]
-    assert_same(runs[0], runs[1], tolerance=1e-6)
+    for run in runs[1:]:
+        assert_same(runs[0], run, tolerance=1e-6)
 
 
 def test_the_learning_rate_finder_restores_what_it_found(tmp_path: Path) -> None:

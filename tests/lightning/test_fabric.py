@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import threading
 import warnings
@@ -64,8 +65,15 @@ def train(
                 optimizer.step()
                 optimizer.zero_grad()
                 scheduler.step()
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    return losses, weights, fabric
+    return losses, weights_of(fabric, model), fabric
+
+
+def weights_of(fabric: Any, model: Any) -> dict[str, Tensor]:
+    """A copy of the full weights on every rank."""
+    with contextlib.ExitStack() as stack:
+        for engine in getattr(fabric.strategy, "engines", ()):
+            stack.enter_context(engine.full_params())
+        return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def close(fabric: Any) -> None:
@@ -133,10 +141,10 @@ def adam(parameters: Any) -> Any:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-def saving(rank: int, size: int, folder: Path) -> None:
+def saving(rank: int, size: int, folder: Path, name: str) -> None:
     for precision in ("32-true", "bf16-true"):
         path = folder / f"{precision}.ckpt"
-        fabric = make_fabric("zero_offload", size, precision=precision)
+        fabric = make_fabric(name, size, precision=precision)
         batches = list(data(shuffle=False))
 
         def begin(fabric: Any = fabric) -> tuple[Any, Any]:
@@ -162,7 +170,7 @@ def saving(rank: int, size: int, folder: Path) -> None:
         state_dict = optimizer.state_dict()
         assert bool(state_dict) is (rank == 0)
         expected = steps(model, optimizer, batches[5:])
-        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        weights = weights_of(fabric, model)
         fabric.strategy.teardown()
 
         torch.manual_seed(99)
@@ -172,7 +180,7 @@ def saving(rank: int, size: int, folder: Path) -> None:
         assert state["step"] == 5
         resumed = steps(model, optimizer, batches[5:])
         assert all(torch.equal(a, b) for a, b in zip(expected, resumed, strict=True))
-        assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
+        assert all(torch.equal(v, weights[k]) for k, v in weights_of(fabric, model).items())
         fabric.strategy.teardown()
         fabric.barrier()
     if rank == 0:
@@ -182,9 +190,10 @@ def saving(rank: int, size: int, folder: Path) -> None:
         adam(plain.parameters()).load_state_dict(checkpoint["optimizer"])
 
 
+@pytest.mark.parametrize("name", ["zero_offload", "zero_3", "zero_3_offload"])
 @pytest.mark.parametrize("size", SIZES)
-def test_save_and_load_are_bit_exact(size: int, tmp_path: Path) -> None:
-    ranks(size, saving, tmp_path)
+def test_save_and_load_are_bit_exact(size: int, name: str, tmp_path: Path) -> None:
+    ranks(size, saving, tmp_path, name)
 
 
 # ------------------------------------------------------------------ several models, and misuse
@@ -206,8 +215,10 @@ def two_models(rank: int, size: int) -> None:
             c_optimizer.zero_grad()
             fabric.backward(loss)
             c_optimizer.step()
+        weights = {f"g.{k}": v for k, v in weights_of(fabric, g).items()}
+        weights |= {f"c.{k}": v for k, v in weights_of(fabric, c).items()}
         close(fabric)
-        return {**g.state_dict(), **{f"c.{k}": v for k, v in c.state_dict().items()}}
+        return weights
 
     with no_group_left():
         expected = gan("ddp") if size == 1 else gan("zero_2")

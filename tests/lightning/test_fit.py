@@ -458,7 +458,7 @@ def test_overridden_step_backward_and_zero_grad(size: int) -> None:
     ranks(size, own_steps)
 
 
-def gradients_in_hooks(rank: int, size: int) -> None:
+def gradients_in_hooks(rank: int, size: int, name: str) -> None:
     from zero_plugin.errors import GradientAccessError
 
     seen: dict[str, list[torch.Tensor]] = {}
@@ -488,16 +488,17 @@ def gradients_in_hooks(rank: int, size: int) -> None:
 
         return Net()
 
-    compare_with_ddp(size, module=module, names=("zero_offload",), max_epochs=1)
+    compare_with_ddp(size, module=module, names=(name,), max_epochs=1)
     for hook in ("after backward", "before step"):
         for ddp, zero in zip(seen[f"ddp {hook}"], seen[f"zero {hook}"], strict=True):
             assert torch.equal(ddp, zero)
     assert all("full_grads" in text and "clip_grad_norm_" in text for text in refused)
 
 
+@pytest.mark.parametrize("name", ["zero_offload", "zero_3"])
 @pytest.mark.parametrize("size", SIZES)
-def test_hooks_see_averaged_gradients_or_a_clear_error(size: int) -> None:
-    ranks(size, gradients_in_hooks)
+def test_hooks_see_averaged_gradients_or_a_clear_error(size: int, name: str) -> None:
+    ranks(size, gradients_in_hooks, name)
 
 
 def skipped_step(rank: int, size: int) -> None:
@@ -528,7 +529,7 @@ def stages(rank: int, size: int) -> dict[str, Any]:
     pl = spelling("lightning.pytorch")
     results: dict[str, Any] = {}
     with no_group_left():
-        for strategy in ("ddp", "zero_offload"):
+        for strategy in ("ddp", "zero_offload", "zero_3"):
             pl.seed_everything(7, verbose=False)
             module = module_class(pl)(optimizer="sgd", schedule=True)
             trainer = make_trainer(pl, strategy, size, max_epochs=1)
@@ -546,9 +547,10 @@ def stages(rank: int, size: int) -> dict[str, Any]:
             results[strategy] = (run, seen, torch.cat(predictions))
             assert not module.net[0].weight._backward_hooks
             assert not module.net[0].weight._post_accumulate_grad_hooks
-    assert_same(results["ddp"][0], results["zero_offload"][0])
-    assert results["ddp"][1] == results["zero_offload"][1]
-    assert torch.equal(results["ddp"][2], results["zero_offload"][2])
+    for name in ("zero_offload", "zero_3"):
+        assert_same(results["ddp"][0], results[name][0])
+        assert results["ddp"][1] == results[name][1]
+        assert torch.equal(results["ddp"][2], results[name][2])
     return {"threads": threading.active_count()}
 
 
@@ -557,8 +559,8 @@ def test_validate_test_fit_test_fit_validate_predict(size: int) -> None:
     assert all(result == {"threads": 1} for result in ranks(size, stages))
 
 
-def after_the_fit(rank: int, size: int) -> None:
-    run = fit("zero_offload", size)
+def after_the_fit(rank: int, size: int, name: str) -> None:
+    run = fit(name, size)
     module = run.module
     assert run.trainer.strategy.engine is None
     features, labels = next(iter(data()))
@@ -569,8 +571,10 @@ def after_the_fit(rank: int, size: int) -> None:
     plain_optimizer.step()
 
 
-def test_the_module_is_plain_after_the_fit() -> None:
-    ranks(1, after_the_fit)
+@pytest.mark.parametrize("name", ["zero_offload", "zero_3", "zero_3_offload"])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_module_is_plain_after_the_fit(size: int, name: str) -> None:
+    ranks(size, after_the_fit, name)
 
 
 def configure_model(rank: int, size: int) -> None:
@@ -695,7 +699,7 @@ def test_buffers_are_rank_0s_before_each_step(size: int) -> None:
     ranks(size, batch_norm)
 
 
-def sync_batchnorm(rank: int, size: int) -> list[str]:
+def sync_batchnorm(rank: int, size: int, name: str) -> list[str]:
     kinds: list[str] = []
 
     def module(pl: Any) -> Any:
@@ -709,14 +713,15 @@ def sync_batchnorm(rank: int, size: int) -> list[str]:
 
         return Net(batch_norm=True)
 
-    run = fit("zero_offload", size, module=module, sync_batchnorm=True)
+    run = fit(name, size, module=module, sync_batchnorm=True)
     assert not isinstance(run.module.net[1], nn.SyncBatchNorm)  # taken back at the end
     return sorted(set(kinds))
 
 
+@pytest.mark.parametrize("name", ["zero_offload", "zero_3"])
 @pytest.mark.parametrize("size", SIZES)
-def test_sync_batchnorm_is_applied_and_taken_back(size: int) -> None:
-    assert ranks(size, sync_batchnorm) == [["SyncBatchNorm"]] * size
+def test_sync_batchnorm_is_applied_and_taken_back(size: int, name: str) -> None:
+    assert ranks(size, sync_batchnorm, name) == [["SyncBatchNorm"]] * size
 
 
 def compiled(rank: int, size: int) -> None:
@@ -736,13 +741,14 @@ def compiled(rank: int, size: int) -> None:
     warnings.simplefilter("ignore")
     with no_group_left():
         runs = []
-        for strategy in ("ddp", "zero_offload"):
+        for strategy in ("ddp", "zero_offload", "zero_3"):
             pl.seed_everything(7, verbose=False)
             made = module(pl)
             trainer = make_trainer(pl, strategy, size, max_epochs=1)
             trainer.fit(made, data(), held_out())
             runs.append(collect(trainer.lightning_module, trainer))
-    assert_same(*runs)
+    for run in runs[1:]:
+        assert_same(runs[0], run)
 
 
 @pytest.mark.slow
@@ -754,7 +760,7 @@ def test_a_compiled_module_is_accepted(size: int) -> None:
 # ------------------------------------------------------------------ failures
 
 
-def failing_step(rank: int, size: int) -> None:
+def failing_step(rank: int, size: int, name: str) -> None:
     def module(pl: Any) -> Any:
         class Net(module_class(pl)):
             def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -770,16 +776,17 @@ def failing_step(rank: int, size: int) -> None:
         return Net()
 
     with pytest.raises(ValueError, match="a bug in the step"):
-        fit("zero_offload", size, module=module)
+        fit(name, size, module=module)
     with pytest.raises(RuntimeError, match="a bug in a hook"):
-        fit("zero_offload", size, module=module, max_epochs=9)
+        fit(name, size, module=module, max_epochs=9)
     assert threading.active_count() == 1
-    compare_with_ddp(size, names=("zero_offload",))  # and the process can train again
+    compare_with_ddp(size, names=(name,))  # and the process can train again
 
 
+@pytest.mark.parametrize("name", ["zero_offload", "zero_3"])
 @pytest.mark.parametrize("size", SIZES)
-def test_an_exception_is_raised_as_it_is_and_leaves_nothing(size: int) -> None:
-    ranks(size, failing_step)
+def test_an_exception_is_raised_as_it_is_and_leaves_nothing(size: int, name: str) -> None:
+    ranks(size, failing_step, name)
 
 
 def interrupted(rank: int, size: int) -> None:

@@ -25,7 +25,9 @@ PRELOAD = (
     "zero_plugin.engine",
     "zero_plugin.integrations._lightning.trainer_lightning",
 )
-NAMES = ("zero_1", "zero_2", "zero_offload")
+REPLICATED = ("zero_1", "zero_2", "zero_offload")
+SHARDED = ("zero_3", "zero_3_offload")
+NAMES = (*REPLICATED, *SHARDED)
 
 
 def ranks(size: int, function: Any, *args: Any, **options: Any) -> list[Any]:
