@@ -308,6 +308,13 @@ class UnitGatherer:
                 self._need(unit, phase)
             unit.anchor = self._clock
 
+    def discard(self, parameters: Sequence[Tensor]) -> None:
+        """Drop weights that were written to outside `full_params`."""
+        for item in parameters:
+            unit = self._unit_of[id(item)]
+            if unit.holds == 0:
+                self.release(unit)
+
     @contextmanager
     def saving(self) -> Generator[None]:
         """Inside, autograd saves handles instead of weights."""

@@ -8,8 +8,10 @@ that is safe, and raises on everything else. The object, and with it every refer
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -99,6 +101,8 @@ _HANDLES = [
     "storage",
     "_typed_storage",
     "data_ptr",
+    "const_data_ptr",
+    "mutable_data_ptr",
     "numpy",
     "__array__",
     "__dlpack__",
@@ -110,7 +114,6 @@ _HANDLES = [
     "__cuda_array_interface__",
     "tolist_",
     "swap_",
-    "as_subclass",
 ]
 """What hands out the memory itself, or a copy of the object: nothing keeps such a handle right once the weights go."""
 
@@ -130,8 +133,13 @@ _METADATA = (
     | _accessors(_SETTERS, "__set__")
     | _accessors(("grad",), "__delete__")
 )
-_REFUSED = _listed(_HANDLES) | _accessors(("data",), "__get__")
-_WRITERS = _listed(("__setitem__", "set_", "resize_", "__delitem__")) | _accessors(
+_REFUSED = (
+    _listed(_HANDLES)
+    | _accessors(("data",), "__get__")
+    # Private methods hand out parts of a tensor, or change what it is (`_lazy_clone`).
+    | _listed(name for name in dir(Tensor) if name.startswith("_") and name[1] != "_")
+) - _METADATA
+_WRITERS = _listed(("__setitem__", "set_", "resize_", "__delitem__", "module_load")) | _accessors(
     ("data",), "__set__"
 )
 
@@ -151,9 +159,60 @@ class Keeper(Protocol):
         """
         ...
 
+    def discard(self, parameters: Sequence[Tensor]) -> None:
+        """Drop the weights that were brought here: they were written to."""
+        ...
+
     def saving(self) -> AbstractContextManager[None]:
         """Inside, autograd keeps no reference to the weights' memory."""
         ...
+
+
+class WeightCopy(Tensor):
+    """A copy made where plain torch gives a view of a weight: to read, since a write would be lost without a word."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuse writes; views of the copy are such copies too, everything else is a plain tensor."""
+        kwargs = kwargs or {}
+        name = _name_of(func)
+        if _writes(func, name, args, kwargs, WeightCopy):
+            raise ParameterError(
+                f"a view of a sharded parameter, of shape {tuple(args[0].shape)}, was written to ({name}): write to the "
+                "parameter, inside `with engine.full_params(writeback=True):`, on every rank"
+            )
+        released = [item for item in _tensors(args, kwargs) if isinstance(item, ReleasedParameter)]
+        if released:
+            return ReleasedParameter.__torch_function__(func, types, args, kwargs)
+        copies = [item for item in _tensors(args, kwargs) if isinstance(item, WeightCopy)]
+        with torch._C.DisableTorchFunctionSubclass():
+            memory = {storage_key(item) for item in copies}
+            return map_tensors(
+                func(*args, **kwargs),
+                lambda item: _read_only(item) if storage_key(item) in memory else item,
+            )
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """A plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__deepcopy__(memo)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        """As a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(proto)
+
+
+def _read_only(tensor: Tensor) -> Tensor:
+    return tensor if isinstance(tensor, WeightCopy) else tensor.as_subclass(WeightCopy)
+
+
+def copy_to_read(view: Tensor) -> Tensor:
+    """A copy that stands for a view of a weight whose memory goes; differentiable."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return view.clone().as_subclass(WeightCopy)
 
 
 class ReleasedParameter(nn.Parameter):
@@ -177,7 +236,7 @@ class ReleasedParameter(nn.Parameter):
                 return func(*args, **kwargs)
         released = [item for item in _tensors(args, kwargs) if isinstance(item, ReleasedParameter)]
         name = _name_of(func)
-        if _writes(func, name, args, kwargs):
+        if _writes(func, name, args, kwargs, ReleasedParameter):
             raise ParameterError(
                 f"{_names(released)} is sharded and was written to ({name}): write inside "
                 "`with engine.full_params(writeback=True):`, on every rank"
@@ -195,6 +254,20 @@ class ReleasedParameter(nn.Parameter):
         return (
             f"Parameter({_names([self])}, sharded, shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"requires_grad={self.requires_grad})"
+        )
+
+    def set_(self, *_: object, **__: object) -> Any:
+        """Refuse a write; without arguments torch does not ask `__torch_function__`."""
+        raise ParameterError(
+            f"{_names([self])} is sharded and was written to (set_): write inside "
+            "`with engine.full_params(writeback=True):`, on every rank"
+        )
+
+    def as_subclass(self, cls: Any) -> Any:
+        """Refuse: torch does not ask `__torch_function__`, and the result would have no weights."""
+        raise ParameterError(
+            f"{_names([self])} is sharded and cannot become a {cls.__name__}: convert it inside "
+            "`with engine.full_params():`"
         )
 
     def __deepcopy__(self, memo: object) -> Any:
@@ -253,51 +326,77 @@ def _compute(
         keeper.borrow(items, name)
     saver = _keeper_of(released[0])
     with torch._C.DisableTorchFunctionSubclass(), saver.saving():
+        versions = [item._version for item in released]
         result = func(*args, **kwargs)
-        return _apart(result, released)
+        if [item._version for item in released] != versions:
+            for keeper, items in keepers.values():
+                keeper.discard(items)
+            raise ParameterError(
+                f"{_names(released)} is sharded and was written to ({name}): write inside "
+                "`with engine.full_params(writeback=True):`, on every rank"
+            )
+        memory = {storage_key(item) for item in released}
+
+        def apart(item: Tensor) -> Tensor:
+            is_view = storage_key(item) in memory and all(item is not one for one in released)
+            return copy_to_read(item) if is_view else item
+
+        return map_tensors(result, apart)
 
 
-def _apart(result: Any, released: Sequence[ReleasedParameter]) -> Any:
-    """The result, with views of a released parameter replaced by copies: its memory will go."""
-    if isinstance(result, (list, tuple)):
-        items: Any = result
-        parts = [_apart(item, released) for item in items]
-        if isinstance(result, tuple) and hasattr(items, "_fields"):
-            return type(items)(*parts)
-        return type(items)(parts) if type(items) in (list, tuple) else parts
-    if not isinstance(result, Tensor) or any(result is item for item in released):
-        return result
-    memory = storage_key(result)
-    if all(storage_key(item) != memory for item in released):
-        return result
-    if torch.is_grad_enabled() and result.requires_grad:
-        return result.clone()
-    # Read-only: a write to a copy would be lost without a word, and an inference tensor refuses it.
-    with torch.inference_mode():
-        return result.clone()
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """A nest of tuples, lists, dicts and dataclasses with `function` applied to its tensors.
+
+    What can be changed in place is, and what has nothing to change stays the same object.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        items: Any = value
+        parts = [map_tensors(item, function) for item in items]
+        if all(new is old for new, old in zip(parts, items, strict=True)):
+            return items
+        if isinstance(items, list):
+            items[:] = parts
+            return items
+        return type(items)(*parts) if hasattr(items, "_fields") else type(items)(parts)
+    if isinstance(value, MutableMapping):
+        mapping: Any = value
+        _map_entries(list(mapping.items()), function, mapping.__setitem__)
+    elif is_dataclass(value) and not isinstance(value, type):
+        entries = [(entry.name, getattr(value, entry.name, None)) for entry in fields(value)]
+        _map_entries(entries, function, partial(object.__setattr__, value))
+    return value
+
+
+def _map_entries(
+    entries: Iterable[tuple[Any, Any]],
+    function: Callable[[Tensor], Tensor],
+    store: Callable[[Any, Any], None],
+) -> None:
+    for key, old in entries:
+        new = map_tensors(old, function)
+        if new is not old:
+            store(key, new)
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Identity of a tensor's memory, the same while it is empty."""
+    """Identity of a tensor's memory, the same while it is empty; 0 for one that has none (sparse, opaque)."""
+    if tensor.layout != torch.strided:
+        return 0
     return tensor.untyped_storage()._cdata
 
 
-def _writes(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _writes(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[Tensor]
+) -> bool:
+    """Whether a function writes to a tensor of `kind`."""
     if func in _WRITERS:
+        return bool(args) and isinstance(args[0], kind)
+    if any(isinstance(item, kind) for item in _tensors((kwargs.get("out"),), {})):
         return True
-    out = kwargs.get("out")
-    if isinstance(out, ReleasedParameter):
-        return True
-    if isinstance(out, (list, tuple)):
-        items: Any = out
-        if any(isinstance(item, ReleasedParameter) for item in items):
-            return True
-    in_place = (name.endswith("_") and not name.endswith("__")) or (
-        name.startswith("__i") and name in _IN_PLACE
-    )
-    if name == "copy_" or in_place:
-        return bool(args) and isinstance(args[0], ReleasedParameter)
-    return False
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+    return in_place and any(isinstance(item, kind) for item in _tensors(args[:1], {}))
 
 
 _IN_PLACE = frozenset(
@@ -340,3 +439,18 @@ def _tensors(args: Any, kwargs: dict[str, Any]) -> list[Any]:
         else:
             flat.append(item)
     return flat
+
+
+def is_metadata(func: Any) -> bool:
+    """Whether a torch function asks about a tensor only, not for its values."""
+    return func in _METADATA
+
+
+def name_of(func: Any) -> str:
+    """A torch function's name; for an attribute, the attribute's."""
+    return _name_of(func)
+
+
+def tensors_in(args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """What a torch function was given, flattened."""
+    return _tensors(args, kwargs)

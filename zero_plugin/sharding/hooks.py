@@ -7,6 +7,7 @@ it happens: a weight used in two reentrant checkpoints and once outside fires th
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,10 +19,17 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from zero_plugin.errors import EngineStateError
-from zero_plugin.sharding.guard import storage_key
+from zero_plugin.sharding.guard import (
+    ReleasedParameter,
+    copy_to_read,
+    map_tensors,
+    storage_key,
+)
 from zero_plugin.sharding.parameters import ManagedParameter
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from torch.utils.hooks import RemovableHandle
 
 
@@ -174,13 +182,12 @@ def is_managed(parameter: nn.Parameter) -> bool:
 class _ModuleHook:
     """A hook on a module's forward that does not outlive its engine: a copy of the module gets an inert one."""
 
-    def __init__(self, function: Callable[[nn.Module], None] | None) -> None:
+    def __init__(self, function: Callable[..., Any] | None) -> None:
         self._function = function
 
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        """Call the function, if it is still wanted."""
-        if self._function is not None:
-            self._function(module)
+    def __call__(self, module: nn.Module, *arguments: Any) -> Any:
+        """Call the function with the module and its inputs, and after its forward the outputs, if it is still wanted."""
+        return None if self._function is None else self._function(module, *arguments)
 
     def __reduce__(self) -> tuple[type[_ModuleHook], tuple[None]]:
         """Copy and pickle as an inert hook."""
@@ -196,7 +203,7 @@ class ForwardHook:
     """
 
     def __init__(self, module: nn.Module, function: Callable[[], None]) -> None:
-        def before(_: nn.Module) -> None:
+        def before(*_: Any) -> None:
             function()
 
         self._handle = module.register_forward_pre_hook(_ModuleHook(_not_compiled(before)))
@@ -336,18 +343,13 @@ class SavedWeights:
                 return self._open(saved)
             self._pass(saved.call)
             if isinstance(saved, _SavedTensor):
-                tensor = saved.tensor
-                if not tensor.is_inference() and tensor._version != saved.version:
-                    raise RuntimeError(
-                        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                        f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version "
-                        f"{saved.version} instead"
-                    )
-                return tensor
+                check_version(saved.tensor, saved.version)
+                return saved.tensor
             return unpack_below(saved.packed) if unpack_below is not None else saved.packed
 
         function: Any = pack
         function.saved_weights = self
+        function.is_lowest = below is None
         return pack, unpack
 
     def _pass(self, call: Any) -> None:
@@ -395,15 +397,14 @@ class UnitHooks:
         """Hook one module."""
         this = weakref.ref(self)
 
-        def before(entered: nn.Module) -> None:
+        def before(entered: nn.Module, *_: Any) -> None:
             hooks = this()
             if hooks is not None:
                 hooks.enter(entered, units)
 
-        def after(left: nn.Module) -> None:
+        def after(left: nn.Module, _: Any, output: Any) -> Any:
             hooks = this()
-            if hooks is not None:
-                hooks.leave(left)
+            return output if hooks is None else hooks.leave(left, output)
 
         enter = _ModuleHook(_not_compiled(before))
         leave = _ModuleHook(_not_compiled(after))
@@ -415,20 +416,35 @@ class UnitHooks:
         grad = torch.is_grad_enabled()
         with torch.inference_mode(mode=False), torch.set_grad_enabled(grad):
             call = self._keeper.enter(units)
-        self._inside.append((module, units, call, self.saved.push()))
+        self._inside.append((module, units, call, bool(units) and self.saved.push()))
 
-    def leave(self, module: nn.Module) -> None:
-        """A forward ended, well or not."""
+    def leave(self, module: nn.Module, output: Any) -> Any:
+        """A forward ended, well or not; returns its output, with copies instead of views of weights that go."""
         if not any(item[0] is module for item in self._inside):
-            return  # It did not begin: an earlier hook raised.
-        while self._inside:
+            return output  # It did not begin: an earlier hook raised.
+        while True:
             inside, units, call, pushed = self._inside.pop()
+            if units:
+                output = self._keep_apart(output)
             if pushed:
                 self.saved.pop()
             with torch.inference_mode(mode=False), torch.no_grad():
                 self._keeper.leave(units, call)
             if inside is module:
-                return
+                return output
+
+    def _keep_apart(self, output: Any) -> Any:
+        members = self._keeper.members
+
+        def apart(item: Tensor) -> Tensor:
+            if isinstance(item, ReleasedParameter):
+                return item
+            found = members.get(storage_key(item))
+            if found is None or found[1].parameter is item or found[0].holds != 1:
+                return item
+            return copy_to_read(item)
+
+        return map_tensors(output, apart)
 
     def remove(self) -> None:
         """Take every hook off; idempotent."""
@@ -437,13 +453,169 @@ class UnitHooks:
         self._handles.clear()
 
 
+class InputKeeper(Protocol):
+    """Keeps the inputs of checkpoints elsewhere (`zero_plugin.activations`)."""
+
+    def begin(self) -> None:
+        """An outermost forward begins."""
+        ...
+
+    def keep(self, tensor: Tensor, frame: FrameType | None) -> object | None:
+        """What to save in place of a tensor that is saved in `frame`; None to leave it."""
+        ...
+
+    def give(self, handle: object) -> Tensor:
+        """The tensor again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedInput:
+    """What the keeper made of a checkpoint's input."""
+
+    handle: object
+
+
+class InputHooks:
+    """Saved-tensor hooks by which the inputs of checkpoints go to a keeper, and nothing else does.
+
+    They are on while the outermost forward of the model or of a module in it runs with gradients, below the hooks of units and of
+    checkpoints. Where other hooks are on already they stay off: a tensor belongs to whoever asked for it first.
+
+    Args:
+        keeper: takes the inputs.
+    """
+
+    def __init__(self, keeper: InputKeeper) -> None:
+        self._keeper = weakref.ref(keeper)
+        self._local = threading.local()
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self, model: nn.Module) -> None:
+        """Hook the model and every module in it that has modules of its own, before and after what other hooks do."""
+        self.remove()
+        this = weakref.ref(self)
+
+        def before(entered: nn.Module, *_: Any) -> None:
+            hooks = this()
+            if hooks is not None:
+                hooks.enter(entered)
+
+        def after(left: nn.Module, *_: Any) -> None:
+            hooks = this()
+            if hooks is not None:
+                hooks.leave(left)
+
+        enter = _ModuleHook(_not_compiled(before))
+        leave = _ModuleHook(_not_compiled(after))
+        for module in model.modules():
+            if module is model or next(module.children(), None) is not None:
+                self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
+                self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+    def enter(self, holder: object) -> None:
+        """A forward begins; the first in a thread with gradients puts the hooks on."""
+        local = self._local
+        inside = getattr(local, "holder", None)
+        if inside is None:
+            if self._push():
+                local.holder, local.depth = holder, 1
+        elif inside is holder:
+            local.depth += 1
+
+    def leave(self, holder: object) -> None:
+        """A forward ended, well or not; the one that put the hooks on takes them off."""
+        local = self._local
+        if getattr(local, "holder", None) is not holder:
+            return
+        local.depth -= 1
+        if local.depth == 0:
+            local.holder = None
+            _hook_stack()._pop_saved_tensors_default_hooks()
+
+    @contextmanager
+    def active(self) -> Generator[None]:
+        """Inside, the hooks are on."""
+        holder = object()
+        self.enter(holder)
+        try:
+            yield
+        finally:
+            self.leave(holder)
+
+    def remove(self) -> None:
+        """Take every hook off; idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _push(self) -> bool:
+        native, keeper = _hook_stack(), self._keeper()
+        if keeper is None or not torch.is_grad_enabled():
+            return False
+        if torch._C._current_graph_task_id() != -1 or not native._saved_tensors_hooks_is_enabled():
+            return False  # What a backward computes again it uses at once.
+        below = native._top_saved_tensors_default_hooks(True)  # noqa: FBT003 - a builtin
+        if below is not None and not getattr(below[0], "is_lowest", False):
+            return False
+        keeper.begin()
+        native._push_saved_tensors_default_hooks(*_make_input_hooks(keeper, below))
+        return True
+
+
+def _make_input_hooks(
+    keeper: InputKeeper, below: Any
+) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    pack_below, unpack_below = below or (None, None)
+
+    def pack(tensor: Tensor) -> Any:
+        frame = sys._getframe().f_back
+        while frame is not None and frame.f_globals is globals():
+            frame = frame.f_back  # The hooks above.
+        handle = keeper.keep(tensor, frame)
+        if handle is not None:
+            return _SavedInput(handle)
+        if pack_below is not None:
+            return pack_below(tensor)
+        return _SavedTensor(tensor, 0 if tensor.is_inference() else tensor._version, None)
+
+    def unpack(saved: Any) -> Tensor:
+        if isinstance(saved, _SavedInput):
+            return keeper.give(saved.handle)
+        if unpack_below is not None:
+            return unpack_below(saved)
+        check_version(saved.tensor, saved.version)
+        return saved.tensor
+
+    return pack, unpack
+
+
+def check_version(tensor: Tensor, version: int, shape: torch.Size | None = None) -> None:
+    """Refuse a saved tensor that was changed in place since, in autograd's words.
+
+    Args:
+        tensor: has the version counter.
+        version: when the tensor was saved.
+        shape: of the saved tensor, where `tensor` only shares its counter.
+
+    Raises:
+        RuntimeError: the version is another one.
+    """
+    if not tensor.is_inference() and tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape if shape is None else shape)}] is at version {tensor._version}; expected "
+            f"version {version} instead"
+        )
+
+
 def _hook_stack() -> Any:
     """Where autograd keeps its saved-tensor hooks."""
     native: Any = torch._C
     return native._autograd
 
 
-def _not_compiled(function: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Inlined into a compiled forward, the function would be traced."""
     disabled: Any = torch.compiler.disable(function)
     return disabled

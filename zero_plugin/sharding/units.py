@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zero_plugin.sharding.parameters import SUPPORTED_DTYPES
+from zero_plugin.sharding.precut import precut_of
 
 UNIT_MARK = "is_gather_unit"
 """A module with this attribute set to True is a unit even inside another one (a tile of a large linear)."""
@@ -40,7 +41,7 @@ class ModelPlan:
 
     Attributes:
         units: in registration order.
-        uses: modules to hook, each with the indices of the units its forward needs.
+        uses: modules to hook, each with the indices of the units its forward needs; the model itself in any case.
     """
 
     units: tuple[UnitPlan, ...]
@@ -59,7 +60,7 @@ def plan_units(model: nn.Module, *, persist_below: int) -> ModelPlan:
     owner: dict[int, int] = {}
     members: list[list[tuple[str, nn.Parameter]]] = []
     places: list[tuple[str, nn.Module]] = []
-    uses: dict[int, tuple[nn.Module, dict[int, None]]] = {}
+    uses: dict[int, tuple[nn.Module, dict[int, None]]] = {id(model): (model, {})}
     number_of: dict[int, int] = {}
     for unit_name, unit_module, name, parameter in _walk(model, blocks):
         if not can_shard(parameter, persist_below):
@@ -87,7 +88,8 @@ def can_shard(parameter: nn.Parameter, persist_below: int) -> bool:
 
     Quantised weights (tensor subclasses, integer storage) are kept whole.
     """
-    plain = type(parameter) is nn.Parameter and parameter.layout == torch.strided
+    known = type(parameter) is nn.Parameter or precut_of(parameter) is not None
+    plain = known and parameter.layout == torch.strided
     return (
         plain
         and parameter.dtype in SUPPORTED_DTYPES
@@ -98,10 +100,13 @@ def can_shard(parameter: nn.Parameter, persist_below: int) -> bool:
 
 def _walk(model: nn.Module, blocks: set[int]) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
     """Every use of a parameter: name and module of its unit, its own name, itself; duplicates included."""
-    stack: list[tuple[str, nn.Module, tuple[str, nn.Module] | None]] = [("", model, None)]
+    root = ("", model)
+    stack: list[tuple[str, nn.Module, tuple[str, nn.Module], tuple[str, nn.Module] | None]] = [
+        ("", model, root, None)
+    ]
     seen: set[int] = set()
     while stack:
-        name, module, unit = stack.pop()
+        name, module, owner, unit = stack.pop()
         if id(module) in seen:
             continue
         seen.add(id(module))
@@ -109,10 +114,12 @@ def _walk(model: nn.Module, blocks: set[int]) -> Iterator[tuple[str, nn.Module, 
         if marked or (unit is None and id(module) in blocks):
             unit = (name, module)
         own_unit = unit or (name, module)
+        if unit is None and isinstance(module, (nn.ParameterList, nn.ParameterDict)):
+            own_unit = owner  # It has no forward of its own.
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             yield own_unit[0], own_unit[1], f"{name}.{key}" if name else key, parameter
         children = [
-            (f"{name}.{key}" if name else key, child, unit)
+            (f"{name}.{key}" if name else key, child, own_unit, unit)
             for key, child in module.named_children()
         ]
         stack.extend(reversed(children))
