@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from zero_plugin.activations.offload import ActivationOffload
 from zero_plugin.config import Tier, ZeroConfig
 from zero_plugin.grads.buckets import Buckets
 from zero_plugin.grads.offload import GradientShards
@@ -34,6 +35,7 @@ class Accounts:
         pipeline: the step's staging.
         workspace: bytes that the transport keeps.
         sharded: the sharded weights, or None.
+        activations: the inputs of checkpoints on the host, or None.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts it adds up
@@ -45,7 +47,9 @@ class Accounts:
         pipeline: StepPipeline,
         workspace: Callable[[], int],
         sharded: ShardedModel | None,
+        activations: ActivationOffload | None,
     ) -> None:
+        self._activations = activations
         self._sharded = sharded
         self._config = config
         self._states = states
@@ -76,6 +80,9 @@ class Accounts:
         table["device"]["staging"] += self._buckets.nbytes + self._workspace()
         table[config.gradients]["staging"] += self._gradients.staging_bytes
         table[config.optimizer]["staging"] += self._pipeline.staging_bytes
+        if self._activations is not None:
+            table["host"]["activations"] = self._activations.host_bytes
+            table["device"]["activations"] = self._activations.device_bytes
         return table
 
     def needed(

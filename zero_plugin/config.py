@@ -102,7 +102,7 @@ class ZeroConfig:
     """Tier of the reduced gradients."""
 
     activations: Tier = "device"
-    """Tier of checkpointed activations."""
+    """Tier of the inputs of activation checkpoints, between forward and backward."""
 
     nvme_path: str | Path | tuple[str | Path, ...] | None = None
     """Folder or folders for the `nvme` tier."""
@@ -310,7 +310,7 @@ class ZeroConfig:
     def _check_unsupported(self) -> None:
         later = {
             "params": self.params == "nvme",
-            "activations": self.activations != "device",
+            "activations": self.activations == "nvme",
             "optimizer": self.optimizer == "nvme",
             "gradients": self.gradients == "nvme",
             "speculate": self.speculate,

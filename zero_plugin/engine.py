@@ -18,6 +18,7 @@ from typing_extensions import Self
 
 from zero_plugin.access import FullAccess, make_plain
 from zero_plugin.accounts import Accounts
+from zero_plugin.activations.offload import ActivationOffload
 from zero_plugin.budget import Budget
 from zero_plugin.config import ZeroConfig
 from zero_plugin.errors import (
@@ -118,6 +119,7 @@ class ZeroEngine:
                 self._pipeline,
                 lambda: group.workspace_bytes,
                 self._sharded,
+                self._activations,
             )
             self._access = FullAccess(
                 roster=self._roster,
@@ -132,6 +134,8 @@ class ZeroEngine:
             )
             self._replicas.equalise()
             self._manage(members)
+            if self._activations is not None:
+                self._activations.attach()
             for item in self.optimizers:
                 facade.install(item, self)
         except BaseException:
@@ -168,6 +172,9 @@ class ZeroEngine:
                 self._hooks.watch,
             )
             self._hooks.ended = self._sharded.gatherer.end_backward
+        self._activations: ActivationOffload | None = None
+        if config.activations == "host":
+            self._activations = ActivationOffload(self.model, backend, self._budget)
         self._pipeline = StepPipeline(
             backend,
             group,
@@ -494,8 +501,9 @@ class ZeroEngine:
         with ExitStack() as stack:
             # Last first; each is done whatever the others raise.
             stack.callback(self._finalizer)
-            for part in (self._pipeline, self._gradients, self._buckets):
-                stack.callback(part.close)
+            for part in (self._pipeline, self._gradients, self._buckets, self._activations):
+                if part is not None:
+                    stack.callback(part.close)
             stack.callback(self._resources.backend.settle)
             # A lane may be waiting for a rank that will not come.
             stack.callback(self._resources.group.close)
@@ -524,6 +532,8 @@ class ZeroEngine:
         """One optimizer's step; `optimizer.step()` comes here."""
         self._check_open("step")
         number = self._number(optimizer)
+        if self._activations is not None:
+            self._activations.check_seen()
         with untraced(), torch.inference_mode(mode=False), torch.no_grad():
             self._manage(self._roster.newcomers())
             if self._sharded is not None:

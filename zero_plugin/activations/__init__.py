@@ -1,0 +1,1 @@
+"""Inputs of activation checkpoints, kept off the device between forward and backward."""
