@@ -13,6 +13,7 @@ from zero_plugin.grads.buckets import Buckets
 from zero_plugin.grads.offload import GradientShards
 from zero_plugin.optim.pipeline import StepPipeline
 from zero_plugin.optim.states import OptimizerStates
+from zero_plugin.optim.swap import SwappedStates
 from zero_plugin.sharding.parameters import RESIDENT
 from zero_plugin.sharding.partition import Block
 from zero_plugin.sharding.sharded import ShardedModel
@@ -35,6 +36,7 @@ class Accounts:
         pipeline: the step's staging.
         workspace: bytes that the transport keeps.
         sharded: the sharded weights, or None.
+        swap: the states on NVMe, or None.
         activations: the inputs of checkpoints on the host, or None.
     """
 
@@ -47,9 +49,11 @@ class Accounts:
         pipeline: StepPipeline,
         workspace: Callable[[], int],
         sharded: ShardedModel | None,
+        swap: SwappedStates | None,
         activations: ActivationOffload | None,
     ) -> None:
         self._activations = activations
+        self._swap = swap
         self._sharded = sharded
         self._config = config
         self._states = states
@@ -79,7 +83,10 @@ class Accounts:
         table[config.gradients]["gradients"] = self._gradients.gradient_bytes
         table["device"]["staging"] += self._buckets.nbytes + self._workspace()
         table[config.gradients]["staging"] += self._gradients.staging_bytes
-        table[config.optimizer]["staging"] += self._pipeline.staging_bytes
+        home: Tier = "device" if config.optimizer == "device" else "host"
+        table[home]["staging"] += self._pipeline.staging_bytes
+        if self._swap is not None:
+            table["host"]["staging"] += self._swap.staging_bytes
         if self._activations is not None:
             table["host"]["activations"] = self._activations.host_bytes
             table["device"]["activations"] = self._activations.device_bytes
@@ -94,10 +101,12 @@ class Accounts:
         need: dict[Tier, int] = {
             "device": sum(held["device"].values()) - held["device"]["staging"],
             "host": sum(held["host"].values()) - held["host"]["staging"],
+            "nvme": sum(held["nvme"].values()),
         }
         for block in more:
             tier = "device" if block.unit == RESIDENT else config.params
             aliased = config.optimizer == tier and block.dtype == torch.float32
+            aliased = aliased and config.optimizer != "nvme"
             count = self._states[block.optimizer].num_states + (not aliased)
             need[config.optimizer] += max(block.chunk * 4 * count, _SMALLEST)
             need[config.gradients] += max(
@@ -107,6 +116,9 @@ class Accounts:
             needs = self._sharded.needs(more)
             need[config.params] += needs.shards
             need["device"] += needs.staging + needs.gathered
-        need[config.optimizer] += self._pipeline.planned(every)
+        need["device" if config.optimizer == "device" else "host"] += self._pipeline.planned(every)
+        if self._swap is not None:
+            most = max((self._states[block.optimizer].num_states for block in every), default=0)
+            need["host"] += self._swap.planned(every, most + 1)
         need["device"] += self._buckets.planned(every)
         return need

@@ -119,6 +119,18 @@ class ZeroConfig:
     nvme_limit: int | str | None = None
     """Most bytes on the `nvme` tier."""
 
+    nvme_engine: Literal["auto", "uring", "threads"] = "auto"
+    """How files are read and written: `auto` takes io_uring where the system allows it, else a pool of threads."""
+
+    nvme_buffer_bytes: int | str = "256MiB"
+    """Host memory that states on `nvme` pass through, in four slabs."""
+
+    nvme_cache_bytes: int | str = 0
+    """Host memory for states on `nvme` that stay between steps and are neither read nor written."""
+
+    nvme_checksum: bool = False
+    """Check that what is read from `nvme` is what was written there."""
+
     overlap: bool = True
     """Move bytes on lanes beside the computation. False: every operation runs where it is issued."""
 
@@ -227,6 +239,24 @@ class ZeroConfig:
         return None if value is None else parse_bytes(value, f"{tier}_limit")
 
     @property
+    def nvme_paths(self) -> tuple[str | Path, ...]:
+        """`nvme_path` as a tuple; empty where nothing lies on `nvme`."""
+        value = self.nvme_path
+        if value is None:
+            return ()
+        return (value,) if isinstance(value, (str, Path)) else tuple(value)
+
+    @property
+    def nvme_buffer_size(self) -> int:
+        """`nvme_buffer_bytes` as a number of bytes."""
+        return parse_bytes(self.nvme_buffer_bytes, "nvme_buffer_bytes")
+
+    @property
+    def nvme_cache_size(self) -> int:
+        """`nvme_cache_bytes` as a number of bytes."""
+        return parse_bytes(self.nvme_cache_bytes, "nvme_cache_bytes")
+
+    @property
     def prefetch_limit(self) -> int | None:
         """`prefetch_bytes` as a number of bytes, or None."""
         value = self.prefetch_bytes
@@ -248,6 +278,7 @@ class ZeroConfig:
             "reduce_dtype": get_args(DTypeName),
             "gradient_dtype": (*get_args(DTypeName), None),
             "backend": get_args(BackendName),
+            "nvme_engine": ("auto", "uring", "threads"),
         }
         for name, allowed in choices.items():
             value = getattr(self, name)
@@ -255,12 +286,26 @@ class ZeroConfig:
                 listed = ", ".join(repr(choice) for choice in allowed)
                 hint = ": for CPU memory use 'host'" if value == "cpu" else ""
                 raise ConfigError(f"{name}={value!r} is not one of {listed}{hint}")
-        for name in ("overlap", "speculate", "delayed_update", "broadcast_buffers"):
+        for name in (
+            "overlap",
+            "speculate",
+            "delayed_update",
+            "broadcast_buffers",
+            "nvme_checksum",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
 
     def _check_numbers(self) -> None:
-        for name in ("device_limit", "host_limit", "pinned_limit", "nvme_limit", "prefetch_bytes"):
+        for name in (
+            "device_limit",
+            "host_limit",
+            "pinned_limit",
+            "nvme_limit",
+            "prefetch_bytes",
+            "nvme_buffer_bytes",
+            "nvme_cache_bytes",
+        ):
             value = getattr(self, name)
             if value is not None:
                 parse_bytes(value, name)
@@ -311,7 +356,6 @@ class ZeroConfig:
         later = {
             "params": self.params == "nvme",
             "activations": self.activations == "nvme",
-            "optimizer": self.optimizer == "nvme",
             "gradients": self.gradients == "nvme",
             "speculate": self.speculate,
             "delayed_update": self.delayed_update,
@@ -343,6 +387,28 @@ class ZeroConfig:
                     f"{name}={getattr(self, name)!r} has no effect below stage 3: leave it out, or set stage=3"
                 )
 
+    def _check_nvme(self) -> None:
+        if "nvme" in (self.params, self.optimizer, self.gradients, self.activations):
+            if not self.nvme_paths:
+                raise ConfigError(
+                    "a state is placed on 'nvme' and nvme_path is not set: name a folder on a fast local disk, or several"
+                )
+            return
+        defaults = {
+            "nvme_path": None,
+            "nvme_limit": None,
+            "nvme_engine": "auto",
+            "nvme_buffer_bytes": "256MiB",
+            "nvme_cache_bytes": 0,
+            "nvme_checksum": False,
+        }
+        for name, default in defaults.items():
+            if getattr(self, name) != default:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} has no effect: no state is placed on 'nvme'; "
+                    f"leave {name} out or place a state there"
+                )
+
     def _check_gather(self) -> None:
         for name in ("persist_below", "prefetch_units"):
             value = getattr(self, name)
@@ -351,14 +417,7 @@ class ZeroConfig:
 
     def _check_combinations(self) -> None:
         self._check_below_stage_3()
-        uses_nvme = "nvme" in (self.params, self.optimizer, self.gradients, self.activations)
-        if not uses_nvme:
-            for name in ("nvme_path", "nvme_limit"):
-                if getattr(self, name) is not None:
-                    raise ConfigError(
-                        f"{name}={getattr(self, name)!r} has no effect: no state is placed on 'nvme'; "
-                        f"leave {name} out or place a state there"
-                    )
+        self._check_nvme()
         if self.delayed_update_warmup != 40 and not self.delayed_update:
             raise ConfigError(
                 f"delayed_update_warmup={self.delayed_update_warmup!r} has no effect without delayed_update: leave it out"

@@ -39,6 +39,7 @@ from zero_plugin.optim import facade
 from zero_plugin.optim.kept import KeptStates
 from zero_plugin.optim.pipeline import StepPipeline
 from zero_plugin.optim.states import OptimizerStates
+from zero_plugin.optim.swap import SwappedStates
 from zero_plugin.resources import Resources
 from zero_plugin.sharding.hooks import GradientHooks, untraced
 from zero_plugin.sharding.parameters import ManagedParameter, collect_parameters
@@ -106,7 +107,9 @@ class ZeroEngine:
         try:
             shards = self._sharded.shards if self._sharded else None
             self._states = [
-                OptimizerStates(item, self._resources.backend, self.config.optimizer, shards)
+                OptimizerStates(
+                    item, self._resources.backend, self.config.optimizer, shards, self._swap
+                )
                 for item in self.optimizers
             ]
             group = self._resources.group
@@ -119,6 +122,7 @@ class ZeroEngine:
                 self._pipeline,
                 lambda: group.workspace_bytes,
                 self._sharded,
+                self._swap,
                 self._activations,
             )
             self._access = FullAccess(
@@ -172,6 +176,14 @@ class ZeroEngine:
                 self._hooks.watch,
             )
             self._hooks.ended = self._sharded.gatherer.end_backward
+        self._swap: SwappedStates | None = None
+        if config.optimizer == "nvme" and self._resources.store is not None:
+            self._swap = SwappedStates(
+                backend,
+                self._resources.store,
+                buffer_bytes=config.nvme_buffer_size,
+                cache_bytes=config.nvme_cache_size,
+            )
         self._activations: ActivationOffload | None = None
         if config.activations == "host":
             self._activations = ActivationOffload(self.model, backend, self._budget)
@@ -183,6 +195,7 @@ class ZeroEngine:
             self._buckets,
             sharded=config.shards_optimizer,
             weights=self._sharded.shards if self._sharded else None,
+            swap=self._swap,
         )
 
     # Backward ----------------------------------------------------------------------------------------------------
@@ -501,7 +514,13 @@ class ZeroEngine:
         with ExitStack() as stack:
             # Last first; each is done whatever the others raise.
             stack.callback(self._finalizer)
-            for part in (self._pipeline, self._gradients, self._buckets, self._activations):
+            for part in (
+                self._pipeline,
+                self._gradients,
+                self._buckets,
+                self._swap,
+                self._activations,
+            ):
                 if part is not None:
                     stack.callback(part.close)
             stack.callback(self._resources.backend.settle)

@@ -18,6 +18,7 @@ from zero_plugin.runtime.backend import Backend
 from zero_plugin.runtime.select import create_backend
 from zero_plugin.sharding.control import Control
 from zero_plugin.sharding.group import ProcessGroup
+from zero_plugin.store.store import NvmeStore
 from zero_plugin.trace import Ledger, Trace
 
 
@@ -31,6 +32,7 @@ class Resources:
         kernels: compiled kernels with their own threads.
         backend: lanes and memory.
         control: the ranks' small messages.
+        store: files of the `nvme` tier, or None where nothing lies there.
         ledger: byte counters.
         trace: the event log, or None.
         trace_path: where the log is written at the end, or None.
@@ -41,6 +43,7 @@ class Resources:
     kernels: Kernels
     backend: Backend
     control: Control
+    store: NvmeStore | None
     ledger: Ledger
     trace: Trace | None
     trace_path: Path | None
@@ -63,6 +66,7 @@ class Resources:
             )
         ledger = Ledger()
         trace = None if config.trace is None else Trace()
+        store: NvmeStore | None = None
         group = ProcessGroup.create(
             device=device, ledger=ledger, timeout_seconds=config.timeout_seconds
         )
@@ -73,6 +77,15 @@ class Resources:
                 # other order, since a bucket waits for its last gradient.
                 weight_group = ProcessGroup.create(
                     device=device, ledger=ledger, timeout_seconds=config.timeout_seconds
+                )
+            if config.nvme_paths:
+                store = NvmeStore(
+                    config.nvme_paths,
+                    rank=group.rank,
+                    limit=config.limit("nvme"),
+                    engine=config.nvme_engine,
+                    checksum=config.nvme_checksum,
+                    ledger=ledger,
                 )
             threads = config.threads or _threads_of_a_rank(group)
             try:
@@ -94,6 +107,8 @@ class Resources:
             group.close()
             if weight_group is not None:
                 weight_group.close()
+            if store is not None:
+                store.close()
             raise
         return cls(
             group=group,
@@ -101,6 +116,7 @@ class Resources:
             kernels=kernels,
             backend=backend,
             control=Control(group, backend),
+            store=store,
             ledger=ledger,
             trace=trace,
             trace_path=_trace_path(config, group),
@@ -113,6 +129,8 @@ class Resources:
         if self.weight_group is not None:
             self.weight_group.close()
         self.backend.close()
+        if self.store is not None:
+            self.store.close()
         self.kernels.close()
         if self.trace is not None and self.trace_path is not None:
             self.trace.write_chrome(self.trace_path)

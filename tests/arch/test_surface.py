@@ -11,13 +11,14 @@ import pytest
 import zero_plugin
 
 PUBLIC = [
-    *("Lion", "ZeroConfig", "ZeroEngine", "ZeroError", "__version__", "errors", "register"),
-    *("tile_linears", "tiled_cross_entropy"),
+    *("Lion", "ZeroConfig", "ZeroEngine", "ZeroError", "__version__", "errors"),
+    *("init_context", "register", "tile_linears", "tiled_cross_entropy"),
 ]
 
 CONFIG_FIELDS = [
     *("stage", "params", "optimizer", "gradients", "activations"),
     *("nvme_path", "device_limit", "host_limit", "pinned_limit", "nvme_limit"),
+    *("nvme_engine", "nvme_buffer_bytes", "nvme_cache_bytes", "nvme_checksum"),
     *("overlap", "speculate", "nonfinite", "nonfinite_patience"),
     *("delayed_update", "delayed_update_warmup", "trace"),
     *("reduce_dtype", "gradient_dtype", "bucket_bytes"),

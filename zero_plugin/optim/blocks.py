@@ -40,6 +40,8 @@ class BlockStates:
         states: fp32 [chunk] each, in the rule's order; empty for a foreign optimizer.
         foreign: the torch optimizer that runs this block, for optimizers without a compiled rule.
         weights: the chunk of the compute weights on this rank, where they are sharded; else None.
+        swapped_bytes: bytes in files of each of master and states.
+        num_swapped: how many of them lie in files; master and states are not here then.
     """
 
     block: Block
@@ -48,6 +50,13 @@ class BlockStates:
     states: tuple[Tensor, ...]
     foreign: ForeignBlock | None = None
     weights: Tensor | None = None
+    swapped_bytes: int = 0
+    num_swapped: int = 0
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether master and states lie in files (`zero_plugin.optim.swap`), not here."""
+        return self.num_swapped > 0
 
     @property
     def weights_are_master(self) -> bool:
@@ -71,6 +80,8 @@ class BlockStates:
     @property
     def master_bytes(self) -> int:
         """Bytes of the master; 0 where the compute weights serve."""
+        if self.is_swapped:
+            return self.swapped_bytes
         return 0 if self.master is None or self.weights_are_master else self.master.numel() * 4
 
     @property
@@ -78,6 +89,8 @@ class BlockStates:
         """Bytes of the optimizer's states."""
         if self.foreign is not None:
             return self.foreign.state_bytes
+        if self.is_swapped:
+            return self.swapped_bytes * (self.num_swapped - 1)
         return sum(state.numel() * 4 for state in self.states)
 
     def import_weights(self, positions: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ ATC'21, Algorithm 2, line 15), through two staging slabs of one block each.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from zero_plugin.grads.offload import GradientShards
 from zero_plugin.optim.blocks import BlockStates, BlockUpdate
 from zero_plugin.optim.plan import BlockPlan, StepPlan
 from zero_plugin.optim.rule import Rule
-from zero_plugin.runtime.backend import Backend, Memory
+from zero_plugin.optim.swap import SwappedStates, Tile
+from zero_plugin.runtime.backend import Backend
 from zero_plugin.runtime.buffers import Lease, SlabPool
 from zero_plugin.runtime.memory import round_to_pages
 from zero_plugin.runtime.operations import Collective, Copy, Update
@@ -43,6 +44,7 @@ class StepPipeline:
         buckets: device buffers.
         sharded: whether optimizer states are sharded.
         weights: shards of the compute weights, where they are sharded.
+        swap: the states, where they lie on NVMe.
     """
 
     def __init__(  # noqa: PLR0913 - the parts it connects
@@ -55,17 +57,19 @@ class StepPipeline:
         *,
         sharded: bool,
         weights: WeightShards | None = None,
+        swap: SwappedStates | None = None,
     ) -> None:
+        self._swap = swap
         self._weights = weights
         self._weights_tier: Tier = "device" if weights is None else weights.tier
         self._backend = backend
         self._group = group
         self._gradients = gradients
-        self._tier: Tier = tier
+        # Where the update runs: states on NVMe come to host memory for it.
+        self._tier: Literal["device", "host"] = "device" if tier == "device" else "host"
         self._buckets = buckets
         self._gathers = sharded and group.size > 1
-        kind = "device" if tier == "device" else "host"
-        self._updates = backend.lane("update", kind)
+        self._updates = backend.lane("update", self._tier)
         self._fetch = backend.lane("fetch", "device")
         self._upload = backend.lane("upload", "device")
         self._collectives = backend.lane("collectives", "device")
@@ -80,24 +84,26 @@ class StepPipeline:
     def add_blocks(self, blocks: Sequence[Block]) -> None:
         """Reserve staging for the largest block."""
         outputs, inputs = self._sizes(blocks)
-        memory: Memory = "device" if self._tier == "device" else "host"
         if outputs:
-            self._outputs = self._reserve(self._outputs, "updated weights", outputs, memory)
+            self._outputs = self._reserve(self._outputs, "updated weights", outputs)
         if inputs:
-            self._inputs = self._reserve(self._inputs, "gradients for the update", inputs, memory)
+            self._inputs = self._reserve(self._inputs, "gradients for the update", inputs)
 
     def _sizes(self, blocks: Sequence[Block]) -> tuple[int, int]:
         """Bytes of the largest low-precision chunk to write, and of the largest gradient to fetch."""
         outputs = [
-            block.chunk * block.dtype.itemsize
-            for block in blocks
-            if block.dtype != torch.float32
-            and (
-                self._tier == "host" if block.unit == RESIDENT else self._tier != self._weights_tier
-            )
+            block.chunk * block.dtype.itemsize for block in blocks if self._stages_output(block)
         ]
         inputs = [block.chunk * 4 for block in blocks if self._gradients.tier != self._tier]
         return max(outputs, default=0), max(inputs, default=0)
+
+    def _stages_output(self, block: Block) -> bool:
+        """Whether updated weights pass through a slab beside the optimizer's states."""
+        if self._swap is None and block.dtype == torch.float32:
+            return False  # The master is published.
+        if block.unit == RESIDENT:
+            return self._tier == "host"
+        return self._tier != self._weights_tier
 
     @property
     def staging_bytes(self) -> int:
@@ -112,9 +118,13 @@ class StepPipeline:
         Returns:
             One ticket a block; when it ends, the block's compute weights are the updated ones.
         """
+        blocks = plan.blocks
+        if self._swap is not None:
+            self._swap.begin_step([tile for item in blocks for tile in self._tiles(item)])
+            blocks = tuple(reversed(blocks)) if self._swap.backwards else blocks
         return [
             self._run_block(item, plan.hyper, states[item.block.index], rule, clip)
-            for item in plan.blocks
+            for item in blocks
         ]
 
     def gather_chunk(self, block: Block, chunk: Tensor) -> list[Tensor]:
@@ -148,6 +158,21 @@ class StepPipeline:
         block = plan.block
         gradient, after, input_lease = self._gradient(block)
         output, output_lease = self._output(states)
+        if self._swap is not None and rule is not None and output is not None:
+            fields = {
+                "positions": plan.positions,
+                "rows": plan.rows,
+                "gradient": gradient,
+                "output": output,
+                "rule": rule,
+                "hyper": hyper,
+                "clip": clip,
+            }
+            updated = self._backend.mark(f"step of {block.name}")
+            start = (*after, updated)
+            for tile in self._tiles(plan):
+                updated = self._swap.update(fields, tile, start)
+            return self._hand_over(plan, states, output, output_lease, updated, input_lease)
         updated = self._updates.submit(
             Update(
                 updater=BlockUpdate(
@@ -166,6 +191,34 @@ class StepPipeline:
             ),
             after=(*after, self._backend.mark(f"step of {block.name}")),
         )
+        return self._hand_over(plan, states, output, output_lease, updated, input_lease)
+
+    def _tiles(self, plan: BlockPlan) -> Sequence[Tile]:
+        """The tiles of a block that hold a present member, in this step's order."""
+        if self._swap is None:
+            return ()
+        found = [
+            tile
+            for tile in self._swap.tiles(plan.block)
+            if any(
+                tile.start < offset + plan.block.own_slice(position).numel and offset < tile.stop
+                for position in plan.positions
+                for offset in (plan.block.layout.offsets[position],)
+            )
+        ]
+        return found[::-1] if self._swap.backwards else found
+
+    def _hand_over(
+        self,
+        plan: BlockPlan,
+        states: BlockStates,
+        output: Tensor | None,
+        output_lease: Lease | None,
+        updated: Ticket[Any],
+        input_lease: Lease | None,
+    ) -> Ticket[Any]:
+        """After a block's update: free its gradient and publish its weights."""
+        block = plan.block
         self._gradients.read_by(block, updated)
         if input_lease is not None:
             input_lease.release(after=updated)
@@ -201,7 +254,9 @@ class StepPipeline:
     def _output(self, states: BlockStates) -> tuple[Tensor | None, Lease | None]:
         """A low-precision chunk to write, where the master itself is not what is published."""
         block = states.block
-        if block.dtype == torch.float32 or self._writes_weights(states):
+        if self._swap is None and block.dtype == torch.float32:
+            return None, None
+        if self._writes_weights(states):
             return None, None
         if states.weights is not None and self._tier == self._weights_tier:
             return states.weights, None
@@ -315,7 +370,7 @@ class StepPipeline:
 
     def _upload_copy(self, states: BlockStates, output: Tensor | None, target: Tensor) -> Copy:
         block = states.block
-        direction = "host_to_device" if states.tier == "host" else None
+        direction = "host_to_device" if self._tier == "host" else None
         label = f"upload {block.name}"
         source = output if output is not None else states.master
         if source is not None:
@@ -338,7 +393,7 @@ class StepPipeline:
             label=f"gather {what} of {block.name}",
         )
 
-    def _reserve(self, pool: SlabPool | None, name: str, nbytes: int, memory: Memory) -> SlabPool:
+    def _reserve(self, pool: SlabPool | None, name: str, nbytes: int) -> SlabPool:
         if pool is not None and pool.slab_bytes >= nbytes:
             return pool
         if pool is not None:
@@ -348,6 +403,6 @@ class StepPipeline:
             backend=self._backend,
             slab_bytes=nbytes,
             slabs=_SLABS,
-            memory=memory,
+            memory=self._tier,
             setting="bucket_bytes",
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from zero_plugin.optim.blocks import BlockStates, allocate_states
 from zero_plugin.optim.fallback import ForeignBlock, check_element_wise, clone_optimizer
 from zero_plugin.optim.plan import StepPlan, plan_step
 from zero_plugin.optim.rule import Rule, rule_for, unsupported_option, why_not
+from zero_plugin.optim.swap import SwappedStates
 from zero_plugin.runtime.backend import Backend
 from zero_plugin.sharding.parameters import RESIDENT
 from zero_plugin.sharding.partition import Block
@@ -38,6 +40,7 @@ class OptimizerStates:
         backend: allocates memory.
         tier: where the states lie.
         weights: this rank's shards of the compute weights, where they are sharded.
+        swap: where the states lie, if on NVMe.
 
     Raises:
         OptimizerError: the optimizer has no compiled rule and is not element-wise.
@@ -49,14 +52,22 @@ class OptimizerStates:
         backend: Backend,
         tier: Tier,
         weights: WeightShards | None = None,
+        swap: SwappedStates | None = None,
     ) -> None:
         self._weights = weights
+        self.swap = swap
+        """Where the states lie, if on NVMe."""
         self.optimizer = optimizer
         self._backend = backend
         self._tier: Tier = tier
         self.rule: Rule | None = rule_for(optimizer)
         if self.rule is None:
             check_element_wise(optimizer)
+            if swap is not None:
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} runs as plain torch ({why_not(optimizer)}), and states on NVMe need a "
+                    "compiled optimizer: use Adam, AdamW, Adagrad, Lion or SGD, or optimizer='host'"
+                )
             logging.getLogger(__name__).warning(
                 "%s runs as plain torch on this rank's shards, slower than a compiled optimizer: %s",
                 type(optimizer).__name__,
@@ -81,15 +92,7 @@ class OptimizerStates:
         group = self.optimizer.param_groups[0]
         fills = () if self.rule is None else tuple(self.rule.initial_state(group))
         for block in blocks:
-            sharded = self._weights is not None and block.unit != RESIDENT
-            states = allocate_states(
-                self._backend,
-                block,
-                self._tier,
-                fills=fills,
-                weights=self._weights.chunk(block) if self._weights and sharded else None,
-                weights_tier=self._weights.tier if self._weights else "device",
-            )
+            states = self._allocate(block, fills)
             if self.rule is None:
                 masters = {i: states.master_view(i) for i in range(len(block.parameters))}
                 states.foreign = ForeignBlock(self.optimizer, masters)
@@ -98,7 +101,74 @@ class OptimizerStates:
                 self._steps[member.index] = 0
                 held = self.optimizer.state.pop(member.parameter, None)
                 if held:
-                    self._load_member(states, position, held)
+                    with self._here(states, write=True) as here:
+                        self._load_member(here, position, held)
+
+    def _allocate(self, block: Block, fills: Sequence[float]) -> BlockStates:
+        weights = None
+        if self._weights is not None and block.unit != RESIDENT:
+            weights = self._weights.chunk(block)
+        if self.swap is None:
+            return allocate_states(
+                self._backend,
+                block,
+                self._tier,
+                fills=fills,
+                weights=weights,
+                weights_tier=self._weights.tier if self._weights else "device",
+            )
+        count = len(fills) + 1
+        self.swap.add_block(block, count)
+        states = BlockStates(
+            block=block,
+            tier="nvme",
+            master=None,
+            states=(),
+            weights=weights,
+            swapped_bytes=sum(tile.stride for tile in self.swap.tiles(block)),
+            num_swapped=count,
+        )
+        for tile in self.swap.tiles(block):
+            with self.swap.opened(tile, write=True, fresh=True) as (master, *others):
+                for position in range(len(block.parameters)):
+                    offset, view = block.layout.offsets[position], states.weights_view(position)
+                    start = max(offset, tile.start)
+                    stop = min(offset + view.numel(), tile.stop)
+                    if start >= stop:
+                        continue
+                    inside = slice(start - tile.start, stop - tile.start)
+                    master[inside].copy_(view[start - offset : stop - offset])
+                    for other, fill in zip(others, fills, strict=True):
+                        other[inside].fill_(fill)
+        return states
+
+    @contextmanager
+    def _here(self, states: BlockStates, *, write: bool) -> Generator[BlockStates]:
+        """A block's states in memory, to look at or to change outside a step."""
+        if self.swap is None or not states.is_swapped:
+            yield states
+            return
+        block = states.block
+        whole = [
+            torch.zeros(block.chunk, dtype=torch.float32, device="cpu")
+            for _ in range(states.num_swapped)
+        ]
+        for tile in self.swap.tiles(block):
+            with self.swap.opened(tile, write=False) as parts:
+                for full, part in zip(whole, parts, strict=True):
+                    full[tile.start : tile.stop].copy_(part)
+        yield BlockStates(
+            block=block,
+            tier="host",
+            master=whole[0],
+            states=tuple(whole[1:]),
+            weights=states.weights,
+        )
+        if write:
+            for tile in self.swap.tiles(block):
+                with self.swap.opened(tile, write=True) as parts:
+                    for full, part in zip(whole, parts, strict=True):
+                        part.copy_(full[tile.start : tile.stop])
 
     def plan(self, is_present: Callable[[int], bool]) -> StepPlan:
         """Plan a step over the present parameters, and count it.
@@ -140,18 +210,28 @@ class OptimizerStates:
     def import_weights(self, changed: set[int]) -> None:
         """Take compute weights that user code wrote into the masters, where they differ."""
         for states in self.blocks.values():
-            for position, member in enumerate(states.block.parameters):
-                if member.index not in changed:
-                    continue
-                if member.moved:
-                    member.refresh_alias()
-                if states.master is None or states.weights_are_master:
-                    continue
-                weights = states.weights_view(position)
-                master = states.master_view(position)
-                # A master that rounds to the weight is the better copy of it: keep its low bits.
-                written = master.to(weights.dtype) != weights.to(master.device)
-                master.copy_(torch.where(written, weights.to(master.device, torch.float32), master))
+            positions = [
+                position
+                for position, member in enumerate(states.block.parameters)
+                if member.index in changed
+            ]
+            if positions:
+                with self._here(states, write=True) as here:
+                    self._import_members(here, positions)
+
+    @staticmethod
+    def _import_members(states: BlockStates, positions: Sequence[int]) -> None:
+        for position in positions:
+            member = states.block.parameters[position]
+            if member.moved:
+                member.refresh_alias()
+            if states.master is None or states.weights_are_master:
+                continue
+            weights = states.weights_view(position)
+            master = states.master_view(position)
+            # A master that rounds to the weight is the better copy of it: keep its low bits.
+            written = master.to(weights.dtype) != weights.to(master.device)
+            master.copy_(torch.where(written, weights.to(master.device, torch.float32), master))
 
     def state_dict(self, gather: Gather, *, keep: bool) -> dict[str, Any]:
         """The state in torch's format.
@@ -162,7 +242,8 @@ class OptimizerStates:
         """
         full: dict[int, dict[str, Any]] = {}
         for states in self.blocks.values():
-            gathered = self._gather_block(states, gather)
+            with self._here(states, write=False) as here:
+                gathered = self._gather_block(here, gather)
             if keep:
                 full.update({i: entry for i, entry in gathered.items() if self._steps[i]})
         if not keep:
@@ -181,12 +262,13 @@ class OptimizerStates:
             for position, member in enumerate(states.block.parameters):
                 self._check_entry(states, position, entries.get(member.index))
         for states in self.blocks.values():
-            for position, member in enumerate(states.block.parameters):
-                entry = entries.get(member.index)
-                if entry:
-                    self._load_member(states, position, entry)
-                else:
-                    self._reset_member(states, position)
+            with self._here(states, write=True) as here:
+                for position, member in enumerate(states.block.parameters):
+                    entry = entries.get(member.index)
+                    if entry:
+                        self._load_member(here, position, entry)
+                    else:
+                        self._reset_member(here, position)
 
     # Torch's format ----------------------------------------------------------------------------------------------
 
