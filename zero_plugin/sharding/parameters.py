@@ -217,7 +217,8 @@ def _check_disjoint(found: Sequence[tuple[str, nn.Parameter]]) -> None:
             last = sum(
                 (n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)
             )
-            start = parameter.data_ptr()
+            with torch._C.DisableTorchFunctionSubclass():
+                start = parameter.data_ptr()
             extents.append((start, start + (last + 1) * parameter.element_size(), name))
     extents.sort()
     for (_, stop, first), (start, _, second) in itertools.pairwise(extents):

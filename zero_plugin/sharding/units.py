@@ -20,6 +20,10 @@ UNIT_MARK = "is_gather_unit"
 """A module with this attribute set to True is a unit even inside another one (a tile of a large linear)."""
 
 
+_READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules of torch that read the weights of their children without calling them: a unit with all that is inside."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class UnitPlan:
     """One unit, before anything is cut.
@@ -111,7 +115,8 @@ def _walk(model: nn.Module, blocks: set[int]) -> Iterator[tuple[str, nn.Module, 
             continue
         seen.add(id(module))
         marked = getattr(module, UNIT_MARK, False) is True
-        if marked or (unit is None and id(module) in blocks):
+        is_block = id(module) in blocks or isinstance(module, _READERS)
+        if marked or (unit is None and is_block):
             unit = (name, module)
         own_unit = unit or (name, module)
         if unit is None and isinstance(module, (nn.ParameterList, nn.ParameterDict)):
