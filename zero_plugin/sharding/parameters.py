@@ -92,7 +92,11 @@ class ManagedParameter:
         if _has_no_memory(self.parameter):
             self._take_alias_of_released()
             return
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with (
+            torch._C.DisableTorchFunctionSubclass(),
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+        ):
             data = self.parameter.data
             owns_storage = (
                 data.is_contiguous()
