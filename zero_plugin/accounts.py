@@ -108,7 +108,10 @@ class Accounts:
             aliased = config.optimizer == tier and block.dtype == torch.float32
             aliased = aliased and config.optimizer != "nvme"
             count = self._states[block.optimizer].num_states + (not aliased)
-            need[config.optimizer] += max(block.chunk * 4 * count, _SMALLEST)
+            nbytes = block.chunk * 4 * count
+            if self._swap is not None:
+                nbytes = self._swap.file_bytes(block, count)
+            need[config.optimizer] += max(nbytes, _SMALLEST)
             need[config.gradients] += max(
                 block.chunk * self._gradients.dtype(block).itemsize, _SMALLEST
             )
@@ -118,7 +121,10 @@ class Accounts:
             need["device"] += needs.staging + needs.gathered
         need["device" if config.optimizer == "device" else "host"] += self._pipeline.planned(every)
         if self._swap is not None:
-            most = max((self._states[block.optimizer].num_states for block in every), default=0)
-            need["host"] += self._swap.planned(every, most + 1)
+            need["host"] += self._swap.planned(self.counted(every))
         need["device"] += self._buckets.planned(every)
         return need
+
+    def counted(self, blocks: Sequence[Block]) -> list[tuple[Block, int]]:
+        """Blocks with the number of their states, the master included."""
+        return [(block, self._states[block.optimizer].num_states + 1) for block in blocks]

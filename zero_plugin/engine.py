@@ -648,6 +648,8 @@ class ZeroEngine:
             if self._sharded is not None:
                 self._sharded.admit(blocks)
             self._gradients.add_blocks(blocks)
+            if self._swap is not None:
+                self._swap.prepare(self._accounts.counted(self._roster.blocks))
             for number, states in enumerate(self._states):
                 states.add_blocks([block for block in blocks if block.optimizer == number])
             self._buckets.add_blocks(self._roster.blocks)

@@ -169,9 +169,8 @@ class StepPipeline:
                 "clip": clip,
             }
             updated = self._backend.mark(f"step of {block.name}")
-            start = (*after, updated)
             for tile in self._tiles(plan):
-                updated = self._swap.update(fields, tile, start)
+                updated = self._swap.update(fields, tile, (*after, updated))
             return self._hand_over(plan, states, output, output_lease, updated, input_lease)
         updated = self._updates.submit(
             Update(

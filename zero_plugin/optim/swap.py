@@ -4,8 +4,8 @@ A block's elements are cut into tiles; a tile's `[master | state 0 | state 1]` i
 is one read and one write. Reads run ahead of the update as far as there are slabs, and a slab is free again when its
 write has ended: read(i+k) | update(i) | write(i-1) (ZeRO-Infinity, SC'21, section 5.2.2).
 
-The last tiles of a step may stay in memory (a cache of any size), and the next step goes through the tiles in the
-opposite order: it begins with those that are here. So what is cached is neither read nor written.
+The last tiles of a step may stay in memory (a cache of any size), and the next step of the same optimizer goes through
+its tiles in the opposite order: it begins with those that are here. So what is cached is neither read nor written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zero_plugin.optim.rule import Rule
 from zero_plugin.runtime.backend import Backend, Ticket
 from zero_plugin.runtime.buffers import Lease, SlabPool
 from zero_plugin.runtime.io import Read, Write
-from zero_plugin.runtime.memory import round_to_pages
+from zero_plugin.runtime.memory import PAGE, round_to_pages
 from zero_plugin.runtime.operations import Update
 from zero_plugin.sharding.layout import round_up
 from zero_plugin.sharding.partition import Block
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 _WORKING = 4
 """Slabs in motion: one is read, one updated, one written, and one more so that none of them waits."""
+
+_REGISTERED_FROM = 8 * PAGE
+"""Bytes from which a pool is a mapping of its own, that a forked child can lack."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -152,8 +155,8 @@ class TileUpdate:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class _Cached:
-    """A tile that stayed here, newer than its file."""
+class _Here:
+    """A tile whose states are in a slab, newer than its file once they are ready."""
 
     lease: Lease
     region: Tensor
@@ -182,10 +185,13 @@ class SwappedStates:
         self._updates = backend.lane("update", "host")
         self._pool: SlabPool | None = None
         self._tiles: dict[int, list[Tile]] = {}
-        self._cached: dict[Tile, _Cached] = {}
+        self._cached: dict[Tile, _Here] = {}
         self._written: dict[Tile, Ticket[Any]] = {}
+        # Of each optimizer: whether its last step went backwards.
+        self._turned: dict[int, bool] = {}
         self._backwards = True
         self._left = 0
+        self._keeps = 0
 
     @property
     def nbytes(self) -> int:
@@ -197,10 +203,43 @@ class SwappedStates:
         """Bytes of the slabs, cache included."""
         return 0 if self._pool is None else self._pool.nbytes
 
-    def planned(self, blocks: Sequence[Block], count: int) -> int:
-        """Bytes of the slabs with these blocks, of `count` states each."""
-        slab, slabs = self._slab_size(blocks, count)
-        return round_to_pages(slab) * slabs if slab else 0
+    def planned(self, blocks: Sequence[tuple[Block, int]]) -> int:
+        """Bytes of the slabs with these blocks.
+
+        Args:
+            blocks: each with its number of states, the master included.
+
+        Raises:
+            BudgetError: `nvme_buffer_bytes` is too small for one.
+        """
+        slab, slabs = self._slab_size(blocks)
+        if self._pool is not None and self._pool.slab_bytes >= slab:
+            return self._pool.nbytes
+        return round_to_pages(slab) * slabs
+
+    def file_bytes(self, block: Block, count: int) -> int:
+        """Bytes of file space that a block of `count` states takes."""
+        return sum(stride for _, _, stride in self._ranges(block, count)) * count
+
+    def prepare(self, blocks: Sequence[tuple[Block, int]]) -> None:
+        """Reserve the slabs for these blocks, given as to `planned`; the pool there is stays if it suffices."""
+        # Each optimizer's share of the cache changes with the blocks.
+        self.forget_cache()
+        slab, slabs = self._slab_size(blocks)
+        if slab == 0 or (self._pool is not None and self._pool.slab_bytes >= slab):
+            return
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = SlabPool(
+            name="states on their way",
+            backend=self._backend,
+            slab_bytes=slab,
+            slabs=slabs,
+            memory="host",
+            setting="nvme_buffer_bytes",
+        )
+        if self._pool.nbytes >= _REGISTERED_FROM:
+            self._store.register(self._pool.whole)
 
     def tiles(self, block: Block) -> Sequence[Tile]:
         """A block's tiles, in order."""
@@ -217,15 +256,11 @@ class SwappedStates:
             BudgetError: `nvme_limit` would be passed.
             StoreError: the disk has no room.
         """
-        numel = self._tile_numel(count)
-        ranges = [
-            (start, min(start + numel, block.chunk)) for start in range(0, block.chunk, numel)
-        ]
-        strides = [round_up((stop - start) * 4, self._store.alignment) for start, stop in ranges]
-        extent = self._store.reserve(sum(strides) * count, f"states of {block.name}")
+        ranges = self._ranges(block, count)
+        extent = self._store.reserve(self.file_bytes(block, count), f"states of {block.name}")
         offset = 0
         tiles: list[Tile] = []
-        for (start, stop), stride in zip(ranges, strides, strict=True):
+        for start, stop, stride in ranges:
             tiles.append(
                 Tile(
                     block=block,
@@ -239,7 +274,6 @@ class SwappedStates:
             )
             offset += stride * count
         self._tiles[block.index] = tiles
-        self._reserve([block], count)
 
     @contextmanager
     def opened(self, tile: Tile, *, write: bool, fresh: bool = False) -> Generator[list[Tensor]]:
@@ -257,28 +291,44 @@ class SwappedStates:
             yield tile.parts(cached.region)
             return
         lease = self._slabs().acquire(f"states of {tile.block.name}")
+        moving: list[Ticket[Any]] = []
         try:
             region = lease.tensor(torch.uint8, tile.nbytes)
             if fresh:
                 region.zero_()
             else:
-                self._read(tile, region).wait()
+                moving.append(self._read(tile, region))
+                moving[-1].wait()
             yield tile.parts(region)
             if write:
-                self._write(tile, region).wait()
+                moving.append(self._write(tile, region))
+                moving[-1].wait()
         finally:
-            lease.release()
+            # An interrupted wait leaves the disk at work on the slab.
+            lease.release(after=moving)
 
     def begin_step(self, tiles: Sequence[Tile]) -> None:
-        """Turn the order round.
+        """Turn the order of an optimizer's tiles round.
 
         Args:
-            tiles: of this step. Cached ones that it leaves out make room.
+            tiles: of this step, all of one optimizer. Cached ones of its that the step leaves out stay as far as there
+                is room.
         """
-        self._backwards = not self._backwards
+        if not tiles:
+            return
+        owner = tiles[0].block.optimizer
+        self._backwards = not self._turned.get(owner, True)
+        self._turned[owner] = self._backwards
         self._left = len(tiles)
-        for tile in [tile for tile in self._cached if tile not in tiles]:
+        share = self._share_of(owner)
+        wanted = set(tiles)
+        others = [
+            tile for tile in self._cached if tile.block.optimizer == owner and tile not in wanted
+        ]
+        room = max(0, share - len(tiles))
+        for tile in others[room:]:
             self._evict(tile)
+        self._keeps = share - min(room, len(others))
 
     @property
     def backwards(self) -> bool:
@@ -293,29 +343,28 @@ class SwappedStates:
         Args:
             update: fields of `TileUpdate` but for the tile and its region.
             tile: which.
-            after: what must have ended before the update.
+            after: what must have ended before the update; the update of the block's tile before this one is part of it,
+                so that a tile that could not be read stops the block.
 
         Returns:
             Ends when the tile is updated; its write may still run.
         """
         self._left -= 1
-        cached = self._cached.pop(tile, None)
-        if cached is None:
-            lease, region, arrived = self._fetch(tile)
-        else:
-            lease, region, arrived = cached.lease, cached.region, cached.ready
-        updated = self._updates.submit(
-            Update(
-                updater=TileUpdate(tile=tile, region=region, **update),
-                label=f"update {tile.block.name} from {tile.start}",
-            ),
-            after=(*after, *(() if arrived is None else (arrived,))),
-        )
-        if self._left < self._cache_slabs:
-            self._cached[tile] = _Cached(lease=lease, region=region, ready=updated)
-            return updated
-        lease.release(after=self._write(tile, region, updated))
-        return updated
+        here = self._cached.get(tile) or self._fetch(tile)
+        try:
+            here.ready = self._updates.submit(
+                Update(
+                    updater=TileUpdate(tile=tile, region=here.region, **update),
+                    label=f"update {tile.block.name} from {tile.start}",
+                ),
+                after=(*after, *(() if here.ready is None else (here.ready,))),
+            )
+        finally:
+            # Also when interrupted: what is here is newer than the file.
+            self._cached[tile] = here
+        if self._left >= self._keeps:
+            self._evict(tile)
+        return here.ready
 
     def forget_cache(self) -> None:
         """Write what stayed here to its file, and let go of it."""
@@ -333,15 +382,21 @@ class SwappedStates:
 
     # Inside ------------------------------------------------------------------------------------------------------
 
-    def _fetch(self, tile: Tile) -> tuple[Lease, Tensor, Ticket[Any]]:
+    def _fetch(self, tile: Tile) -> _Here:
         lease = self._slabs().acquire(f"states of {tile.block.name}")
-        region = lease.tensor(torch.uint8, tile.nbytes)
-        return lease, region, self._read(tile, region)
+        try:
+            region = lease.tensor(torch.uint8, tile.nbytes)
+            return _Here(lease=lease, region=region, ready=self._read(tile, region))
+        except BaseException:
+            lease.release()
+            raise
 
     def _evict(self, tile: Tile) -> None:
-        """Write a cached tile to its file, and let go of it."""
-        cached = self._cached.pop(tile)
-        cached.lease.release(after=self._write(tile, cached.region, cached.ready))
+        """Write a tile that is here to its file, and let go of it."""
+        here = self._cached[tile]
+        written = self._write(tile, here.region, here.ready)
+        del self._cached[tile]
+        here.lease.release(after=written)
 
     def _read(self, tile: Tile, region: Tensor) -> Ticket[Any]:
         written = self._written.get(tile)
@@ -371,9 +426,29 @@ class SwappedStates:
         self._written[tile] = written
         return written
 
-    @property
-    def _cache_slabs(self) -> int:
-        return 0 if self._pool is None else self._pool.slabs - _WORKING
+    def _share_of(self, owner: int) -> int:
+        """Slabs of the cache that one optimizer's tiles may keep: its part of all tiles."""
+        slabs = 0 if self._pool is None else self._pool.slabs - _WORKING
+        counts: dict[int, int] = {}
+        for tiles in self._tiles.values():
+            for tile in tiles:
+                counts[tile.block.optimizer] = counts.get(tile.block.optimizer, 0) + 1
+        every = sum(counts.values())
+        before = sum(count for number, count in counts.items() if number < owner)
+        return slabs * (before + counts[owner]) // every - slabs * before // every
+
+    def _ranges(self, block: Block, count: int) -> list[tuple[int, int, int]]:
+        """Start, stop and bytes of a state of each tile: as few tiles as fit a slab, of even size."""
+        most, alignment = self._tile_numel(count), self._store.alignment
+        if block.chunk == 0:
+            return []
+        number = -(-block.chunk // most)
+        size = round_up(-(-block.chunk // number), alignment // 4)
+        return [
+            (start, stop, round_up((stop - start) * 4, alignment))
+            for start in range(0, block.chunk, size)
+            for stop in (min(start + size, block.chunk),)
+        ]
 
     def _tile_numel(self, count: int) -> int:
         unit = self._store.alignment // 4
@@ -385,29 +460,19 @@ class SwappedStates:
             )
         return numel
 
-    def _slab_size(self, blocks: Sequence[Block], count: int) -> tuple[int, int]:
+    def _slab_size(self, blocks: Sequence[tuple[Block, int]]) -> tuple[int, int]:
         """Bytes and number of slabs."""
-        if not blocks:
-            return 0, 0
-        largest = min(self._tile_numel(count), max(block.chunk for block in blocks))
-        slab = round_up(largest * 4, self._store.alignment) * count
-        return slab, _WORKING + self._cache_bytes // round_to_pages(slab)
-
-    def _reserve(self, blocks: Sequence[Block], count: int) -> None:
-        slab, slabs = self._slab_size(blocks, count)
-        if self._pool is not None:
-            if self._pool.slab_bytes >= slab:
-                return
-            self.forget_cache()
-            self._pool.close()
-        self._pool = SlabPool(
-            name="states on their way",
-            backend=self._backend,
-            slab_bytes=slab,
-            slabs=slabs,
-            memory="host",
-            setting="nvme_buffer_bytes",
+        slab = max(
+            (
+                stride * count
+                for block, count in blocks
+                for _, _, stride in self._ranges(block, count)
+            ),
+            default=0,
         )
+        if slab == 0:
+            return 0, 0
+        return slab, _WORKING + self._cache_bytes // round_to_pages(slab)
 
     def _slabs(self) -> SlabPool:
         if self._pool is None:

@@ -193,6 +193,7 @@ class SlabPool:
 
     Attributes:
         nbytes: Bytes of memory the pool takes, page rounding included.
+        whole: All slabs as one uint8 tensor, for whoever registers memory; empty once the pool is closed.
     """
 
     def __init__(
@@ -219,7 +220,8 @@ class SlabPool:
         self._lock = threading.Lock()
         self._closed = False
         self._leases: list[Lease] = []
-        self._free = self._allocate()
+        self.whole = self._allocate()
+        self._free = self._cut()
         for buffer in self._free:
             backend.retire(buffer)
         self.nbytes = round_to_pages(slab_bytes) * slabs
@@ -292,6 +294,7 @@ class SlabPool:
             self._closed = True
             unreturned, self._leases = self._leases, []
             self._free = []
+            self.whole = self.whole[:0].clone()
         for lease in unreturned:
             lease.revoke()
         if unreturned:
@@ -300,14 +303,18 @@ class SlabPool:
                 "their leases; release every lease first"
             )
 
-    def _allocate(self) -> list[Tensor]:
+    def _allocate(self) -> Tensor:
         stride = round_to_pages(self.slab_bytes)
         memory = self._backend.allocate(stride * self.slabs, self.memory)
         if memory.is_cpu and memory.data_ptr() % PAGE:
             memory = page_aligned(self._backend.allocate(stride * self.slabs + PAGE, self.memory))
             memory = memory[: stride * self.slabs]
+        return memory
+
+    def _cut(self) -> list[Tensor]:
+        stride = round_to_pages(self.slab_bytes)
         return [
-            memory[place * stride : place * stride + self.slab_bytes]
+            self.whole[place * stride : place * stride + self.slab_bytes]
             for place in reversed(range(self.slabs))
         ]
 
