@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from zero_plugin.config import ZeroConfig
     from zero_plugin.engine import ZeroEngine
     from zero_plugin.errors import ZeroError
+    from zero_plugin.integrations.building import init_context
     from zero_plugin.optim.lion import Lion
     from zero_plugin.tiling.convert import tile_linears
     from zero_plugin.tiling.loss import tiled_cross_entropy
@@ -28,6 +29,7 @@ __all__ = [
     "ZeroError",
     "__version__",
     "errors",
+    "init_context",
     "register",
     "tile_linears",
     "tiled_cross_entropy",
@@ -40,6 +42,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "ZeroEngine": ("zero_plugin.engine", "ZeroEngine"),
     "ZeroError": ("zero_plugin.errors", "ZeroError"),
     "errors": ("zero_plugin.errors", None),
+    "init_context": ("zero_plugin.integrations.building", "init_context"),
     "register": ("zero_plugin._autoload", "register"),
     "tile_linears": ("zero_plugin.tiling.convert", "tile_linears"),
     "tiled_cross_entropy": ("zero_plugin.tiling.loss", "tiled_cross_entropy"),

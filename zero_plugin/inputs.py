@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from zero_plugin.config import ZeroConfig
 from zero_plugin.errors import ConfigError, ParameterError
 from zero_plugin.sharding.parameters import ManagedParameter
+from zero_plugin.sharding.precut import check_built_for_sharding
 
 
 def check_arguments(model: object, optimizer: object, config: object) -> tuple[Optimizer, ...]:
@@ -40,6 +41,8 @@ def check_arguments(model: object, optimizer: object, config: object) -> tuple[O
         raise ConfigError(
             f"config is a {type(config).__name__}: give a ZeroConfig; ZeroConfig.from_dict reads a mapping"
         )
+    wanted = config or ZeroConfig()
+    check_built_for_sharding(model, shards_parameters=wanted.shards_parameters)
     given: Sequence[object] = optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
     optimizers: list[Optimizer] = []
     for item in given:

@@ -10,6 +10,7 @@ from torch import nn
 from zero_plugin.config import ZeroConfig
 from zero_plugin.sharding.control import Control
 from zero_plugin.sharding.hooks import ForwardHook, untraced
+from zero_plugin.sharding.precut import precut_of
 
 
 class Replicas:
@@ -32,7 +33,9 @@ class Replicas:
         if self._control.size == 1:
             return
         with untraced(), torch.inference_mode(mode=False), torch.no_grad():
-            tensors = [item.data for item in (*self._model.parameters(), *self._model.buffers())]
+            # What was cut while the model was built holds rank 0's values already.
+            whole = [item for item in self._model.parameters() if precut_of(item) is None]
+            tensors = [item.data for item in (*whole, *self._model.buffers())]
             self._control.broadcast(tensors)
         if self._sends_buffers and any(True for _ in self._model.buffers()):
             this = weakref.ref(self)

@@ -17,6 +17,7 @@ from zero_plugin.sharding.group import ProcessGroup
 from zero_plugin.sharding.hooks import UnitHooks
 from zero_plugin.sharding.parameters import FROZEN, ManagedParameter
 from zero_plugin.sharding.partition import Block, ShardPlace, form_blocks
+from zero_plugin.sharding.precut import check_same_ranks, precut_of
 from zero_plugin.sharding.units import ModelPlan, plan_units
 from zero_plugin.sharding.weights import WeightShards
 
@@ -82,6 +83,12 @@ class ShardedModel:
             for number, unit in enumerate(self._plan.units)
             for _, parameter in unit.parameters
         }
+        check_same_ranks(
+            model.named_parameters(),
+            sharded=set(self._number_of),
+            shards=place.shards,
+            rank=place.rank,
+        )
         self._units = [
             Unit(index=number, name=unit.name, members=[], blocks=[])
             for number, unit in enumerate(self._plan.units)
@@ -178,7 +185,8 @@ class ShardedModel:
     def is_released(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter's full weights are not here."""
         number = self._number_of.get(id(parameter))
-        return number is not None and self._units[number].is_released
+        is_early = precut_of(parameter) is not None
+        return is_early or (number is not None and self._units[number].is_released)
 
     def needs(self, blocks: Iterable[Block]) -> WeightNeeds:
         """What the weights take once trainable `blocks` are admitted and everything is released."""

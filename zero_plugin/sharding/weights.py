@@ -13,6 +13,7 @@ from zero_plugin.config import Tier
 from zero_plugin.errors import EngineStateError
 from zero_plugin.runtime.backend import Backend, Ticket
 from zero_plugin.sharding.partition import Block
+from zero_plugin.sharding.precut import take_part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +40,7 @@ class WeightShards:
         return sum(chunk.numel() * chunk.element_size() for chunk in self._chunks.values())
 
     def cut(self, block: Block) -> None:
-        """Take this rank's slices of a block from its full weights, which must be here."""
+        """Take this rank's slices of a block: those cut early, else from its full weights, which must be here."""
         chunk = self._chunks.get(block.index)
         if chunk is None:
             nbytes = block.chunk * block.dtype.itemsize
@@ -50,7 +51,10 @@ class WeightShards:
             chunk = self._chunks[block.index] = raw[:nbytes].view(block.dtype)
         for position, member in enumerate(block.parameters):
             part = block.own_slice(position)
-            block.own_view(chunk, position).copy_(member.alias.narrow(0, part.start, part.numel))
+            early = take_part(member.parameter)
+            if early is None:
+                early = member.alias.narrow(0, part.start, part.numel)
+            block.own_view(chunk, position).copy_(early)
 
     def drop(self, blocks: Sequence[Block]) -> None:
         """Free the chunks of some blocks."""
