@@ -1,7 +1,7 @@
 """Inputs of activation checkpoints go to host memory during forward and come back before backward needs them.
 
 Lanes carry both copies. While a segment is computed again in backward, the inputs of the one before it are already on their way
-(ZeRO-Infinity, SC'21, section 5.2.2): two segments' inputs are on the device, whatever the number of segments.
+(ZeRO-Infinity, SC'21, sections 5.1.2 and 5.2.2): two segments' inputs are on the device, whatever the number of segments.
 """
 
 from __future__ import annotations
