@@ -15,7 +15,7 @@ import math
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,11 @@ from zero_plugin.runtime.memory import round_to_pages
 from zero_plugin.runtime.operations import Collective, Copy
 from zero_plugin.sharding.group import ProcessGroup
 from zero_plugin.sharding.guard import guard_of, storage_key
+from zero_plugin.sharding.hooks import undisturbed
 from zero_plugin.sharding.parameters import ManagedParameter
 from zero_plugin.sharding.partition import Block, unpack_pairs
 from zero_plugin.sharding.prefetch import OrderPredictor
 from zero_plugin.sharding.weights import WeightShards
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 Phase = Literal["forward", "evaluation", "backward"]
 _END = "end of backward"
@@ -145,7 +143,7 @@ class UnitGatherer:
         """Set by the hooks."""
         self.units: list[Unit] = []
         """All units."""
-        self.members: Mapping[int, tuple[Unit, ManagedParameter]] = {}
+        self.members: dict[int, tuple[Unit, ManagedParameter]] = {}
         """By the identity of a parameter's storage."""
         self.gathered_bytes = 0
         """Bytes of full weights that are here or coming."""
@@ -304,7 +302,7 @@ class UnitGatherer:
             )
         for unit in {id(u): u for u in (self._unit_of[id(item)] for item in parameters)}.values():
             phase: Phase = "backward" if _backward_task() != -1 else "forward"
-            with torch.inference_mode(mode=False), torch.no_grad():
+            with undisturbed():
                 self._need(unit, phase)
             unit.anchor = self._clock
 
@@ -341,7 +339,10 @@ class UnitGatherer:
             # Lanes may still write: on a device their work comes before whatever gets this memory next.
             ticket.on(self._backend.compute)
         for member in unit.members:
-            member.alias.untyped_storage().resize_(0)
+            key = storage_key(member.alias)
+            if not member.empty():
+                del self.members[key]
+                self.members[storage_key(member.alias)] = (unit, member)
         self._hide(unit)
         unit.tickets = ()
         unit.is_here = False

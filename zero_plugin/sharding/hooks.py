@@ -6,6 +6,7 @@ it happens: a weight used in two reentrant checkpoints and once outside fires th
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
@@ -111,7 +112,7 @@ class GradientHooks:
 
     def receive(self, index: int) -> None:
         """A gradient of parameter `index` was accumulated."""
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with undisturbed():
             self.watch()
             self._receiver.receive(index)
 
@@ -146,7 +147,7 @@ class GradientHooks:
             engine.queue_callback(self._end)
 
     def _end(self) -> None:
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with undisturbed():
             self.end_backward()
 
 
@@ -179,19 +180,19 @@ def is_managed(parameter: nn.Parameter) -> bool:
     return any(isinstance(hook, _AfterAccumulate) for hook in hooks.values())
 
 
-class _ModuleHook:
-    """A hook on a module's forward that does not outlive its engine: a copy of the module gets an inert one."""
+class _ModuleHook(functools.partial[Any]):
+    """A hook on a module's forward that does not outlive its engine: a copy of the module gets an inert one.
 
-    def __init__(self, function: Callable[..., Any] | None) -> None:
-        self._function = function
+    A partial, since it is called without a frame of its own, which Dynamo would compile.
+    """
 
-    def __call__(self, module: nn.Module, *arguments: Any) -> Any:
-        """Call the function with the module and its inputs, and after its forward the outputs, if it is still wanted."""
-        return None if self._function is None else self._function(module, *arguments)
-
-    def __reduce__(self) -> tuple[type[_ModuleHook], tuple[None]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as an inert hook."""
-        return _ModuleHook, (None,)
+        return _ModuleHook, (_do_nothing,)
+
+
+def _do_nothing(*_: Any) -> None:
+    """What an inert hook does."""
 
 
 class ForwardHook:
@@ -355,7 +356,7 @@ class SavedWeights:
     def _pass(self, call: Any) -> None:
         if call is not self._last_call:
             self._last_call = call
-            with untraced(), torch.inference_mode(mode=False), torch.no_grad():
+            with undisturbed():
                 self._keeper.passed(call)
 
     def _open(self, saved: _SavedWeight) -> Tensor:
@@ -370,7 +371,7 @@ class SavedWeights:
         if inside_backward and torch.is_grad_enabled():
             # create_graph: what this node saves for the next backward. Autograd itself takes the hooks off after the node.
             self.push()
-        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
+        with undisturbed():
             if inside_backward:
                 self._before()
             self._last_call = saved.call
@@ -414,7 +415,7 @@ class UnitHooks:
     def enter(self, module: nn.Module, units: Sequence[Any]) -> None:
         """A forward begins."""
         grad = torch.is_grad_enabled()
-        with torch.inference_mode(mode=False), torch.set_grad_enabled(grad):
+        with undisturbed(), torch.set_grad_enabled(grad):
             call = self._keeper.enter(units)
         self._inside.append((module, units, call, bool(units) and self.saved.push()))
 
@@ -428,7 +429,7 @@ class UnitHooks:
                 output = self._keep_apart(output)
             if pushed:
                 self.saved.pop()
-            with torch.inference_mode(mode=False), torch.no_grad():
+            with undisturbed():
                 self._keeper.leave(units, call)
             if inside is module:
                 return output
@@ -634,6 +635,23 @@ def untraced() -> Generator[None]:
         yield
     finally:
         frames.set_eval_frame(before)
+
+
+@contextmanager
+def undisturbed() -> Generator[None]:
+    """Work on tensors as if no user code were around: no autograd, no tracing, no modes of the dispatcher.
+
+    A selective checkpoint is such a mode: it would record our operations in forward and miss them when it recomputes.
+    """
+    native: Any = torch._C
+    with (
+        untraced(),
+        torch.inference_mode(mode=False),
+        torch.no_grad(),
+        native._DisableTorchDispatch(),  # noqa: SLF001
+        native.DisableTorchFunction(),
+    ):
+        yield
 
 
 def bump_versions(parameters: Sequence[nn.Parameter]) -> None:

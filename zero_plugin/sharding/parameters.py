@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,9 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 FROZEN = -1
 """Optimizer of a parameter that has none."""
+
+_OWN_USERS = 3
+"""Of a parameter's storage: the parameter, its alias, and the object that asks."""
 
 RESIDENT = -1
 """Unit of a parameter that is in none."""
@@ -63,6 +67,28 @@ class ManagedParameter:
         """Whether `parameter.data` was replaced since the alias was made."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.alias.data_ptr() != self.parameter.data_ptr()
+
+    def empty(self) -> bool:
+        """Free the weights' memory; False where someone else (a view, `detach()`) uses it too and keeps it.
+
+        The parameter and its alias then get an empty storage of their own: reading the other's would crash the process.
+        """
+        native: Any = torch._C
+        with (
+            torch._C.DisableTorchFunctionSubclass(),
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+        ):
+            storage = self.alias.untyped_storage()
+            if native._storage_Use_Count(storage._cdata) <= _OWN_USERS:  # noqa: SLF001
+                storage.resize_(0)
+                return True
+            parameter = self.parameter
+            fresh = torch.empty(self.numel, dtype=parameter.dtype, device=parameter.device)
+            parameter.data = fresh.view(self.shape)
+            self.alias = fresh
+            fresh.untyped_storage().resize_(0)
+            return False
 
     def check_unchanged(self) -> None:
         """Refuse a parameter whose dtype, device or shape is not what the states were laid out for.
