@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -524,3 +526,217 @@ def built_before_the_ranks_met(rank: int, size: int) -> None:
 
 def test_other_ranks_than_it_was_built_by_are_refused() -> None:
     ranks(2, built_before_the_ranks_met, store="none")
+
+
+# Memory ------------------------------------------------------------------------------------------------------------------
+
+WIDTH, LAYERS = 1024, 20
+MATRIX = 4 * WIDTH * WIDTH
+SLACK = 5 * 2**20
+"""The allocator's, and the transport's buffers."""
+
+
+class Big(nn.Module):
+    """84 MB of linear layers, written to again after they are built, half of them with a read before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(LAYERS)
+        )
+        self.apply(self._reset)
+
+    @staticmethod
+    def _reset(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            module.weight.data.mul_(0.5)
+
+    def forward(self, features: Tensor) -> Tensor:
+        features = self.first(features)
+        for block in self.blocks:
+            features = features + block(features)
+        return features.square().mean()
+
+
+def status(key: str) -> int:
+    with Path("/proc/self/status").open(encoding="ascii") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+
+
+def forget_peak() -> int:
+    """Start the peak anew; returns the present resident bytes."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return status("VmRSS")
+
+
+def warm_up() -> None:
+    with zero_plugin.init_context(stage3()):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        model[0].weight.data.mul_(0.5)
+    with engine_for(model, adamw(model.parameters()), stage=3, params="host"):
+        pass
+
+
+def build_big(rank: int, size: int) -> dict[str, int]:
+    del rank
+    warm_up()
+    before = forget_peak()
+    with zero_plugin.init_context(stage3(bucket_bytes="4MiB")):
+        model = Big()
+    built_peak, kept = status("VmHWM") - before, status("VmRSS") - before
+    optimizer = adamw(model.parameters())
+    forget_peak()
+    settings = {"stage": 3, "params": "host", "bucket_bytes": "4MiB"}
+    with engine_for(model, optimizer, **settings) as (engine, _):
+        engine_peak = status("VmHWM") - before
+        memory = engine.memory()
+        states = sum(memory[tier][kind] for tier in memory for kind in memory[tier])
+        engine.backward(model(torch.ones(4, WIDTH)))
+        engine.step()
+    total = sum(parameter.numel() for parameter in model.parameters()) * 4
+    return {
+        "total": total,
+        "shard": -(-total // size),
+        "built_peak": built_peak,
+        "kept": kept,
+        "engine_peak": engine_peak,
+        "states": states,
+    }
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_peak_memory_is_a_shard_and_the_largest_submodule(size: int) -> None:
+    for found in ranks(size, build_big):
+        print(found)
+        largest = MATRIX + 4 * WIDTH
+        assert found["total"] > LAYERS * MATRIX
+        assert found["kept"] <= found["shard"] + SLACK, found
+        assert found["built_peak"] <= found["shard"] + largest + SLACK, found
+        block = MATRIX + 4 * WIDTH
+        assert found["engine_peak"] <= found["states"] + block + SLACK, found
+
+
+# Checkpoints of Hugging Face ---------------------------------------------------------------------------------------------
+
+
+def save(kind: str, folder: Any, **options: Any) -> Any:
+    model = make(kind)
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def loaded(kind: str, folder: Any, **options: Any) -> Any:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # Its monitor is a thread that stays.
+    classes = {"gpt2": transformers.GPT2LMHeadModel, "llama": transformers.LlamaForCausalLM}
+    return classes[kind].from_pretrained(folder, **options)
+
+
+def load_and_gather(rank: int, size: int, kind: str, folder: str, options: dict[str, Any]) -> Any:
+    del rank, size
+    torch.manual_seed(11)
+    with zero_plugin.init_context(stage3()):
+        model, info = loaded(kind, folder, output_loading_info=True, **options)
+    assert all(is_cut(parameter) for parameter in model.parameters())
+    assert not model.training
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    return {"weights": whole(model), "tied": tied, "info": flat(info)}
+
+
+def flat(info: dict[str, Any]) -> dict[str, list[str]]:
+    return {key: sorted(map(str, value)) for key, value in info.items()}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("max_shard_size", ["1GB", "10KB"])
+def test_from_pretrained(kind: str, size: int, max_shard_size: str, tmp_path: Any) -> None:
+    save(kind, tmp_path, max_shard_size=max_shard_size)
+    files = list(tmp_path.glob("*.safetensors"))
+    assert (len(files) > 1) == (max_shard_size == "10KB")
+    expected, info = loaded(kind, tmp_path, output_loading_info=True)
+    found = ranks(size, load_and_gather, kind, str(tmp_path), {})
+    assert_same_bits(found[0]["weights"], snapshot(expected))
+    assert all(each["info"] == flat(info) for each in found)
+    assert all(each["tied"] == (kind == "gpt2") for each in found)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_from_pretrained_with_other_dtype_missing_and_unexpected_keys(
+    size: int, tmp_path: Any
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save("llama", tmp_path)
+    path = str(tmp_path / "model.safetensors")
+    state = load_file(path)
+    state.pop("model.layers.1.mlp.up_proj.weight")
+    state["model.extra.weight"] = torch.zeros(3)
+    save_file(state, path, metadata={"format": "pt"})
+    torch.manual_seed(11)
+    expected, info = loaded("llama", tmp_path, output_loading_info=True, dtype=torch.bfloat16)
+    assert info["missing_keys"], info
+    found = ranks(size, load_and_gather, "llama", str(tmp_path), {"dtype": torch.bfloat16})
+    assert_same_bits(found[0]["weights"], snapshot(expected))
+    assert all(each["info"] == flat(info) for each in found)
+
+
+def load_big(rank: int, size: int, folder: str, dtype: Any) -> dict[str, int]:
+    del rank
+    import transformers
+
+    warm_up()
+    transformers.utils.logging.disable_progress_bar()
+    classes = transformers.LlamaForCausalLM
+    with torch.device("meta"):
+        classes(transformers.LlamaConfig(vocab_size=8, hidden_size=8, num_attention_heads=1))
+    forget_peak()
+    before = status("RssAnon")
+    sampler = Sampler()
+    with zero_plugin.init_context(stage3()):
+        model = classes.from_pretrained(folder, dtype=dtype)
+    peak = sampler.stop() - before
+    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return {"total": total, "peak": peak, "shard": -(-total // size)}
+
+
+class Sampler:
+    """The most anonymous memory that was resident: pages of a mapped file are the system's to take back."""
+
+    def __init__(self) -> None:
+        self._most = 0
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ends.wait(0.0005):
+            self._most = max(self._most, status("RssAnon"))
+
+    def stop(self) -> int:
+        self._ends.set()
+        self._thread.join()
+        return max(self._most, status("RssAnon"))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_from_pretrained_streams(size: int, dtype: torch.dtype, tmp_path: Any) -> None:
+    import transformers
+
+    settings = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=1024,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        pad_token_id=3,
+    )
+    transformers.LlamaForCausalLM(settings).save_pretrained(tmp_path, max_shard_size="20MB")
+    for found in ranks(size, load_big, str(tmp_path), dtype):
+        print(found)
+        assert found["total"] >= 28 * 1024 * 1024 * dtype.itemsize
+        assert found["peak"] <= found["shard"] + 2 * MATRIX + SLACK, found

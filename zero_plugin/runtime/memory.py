@@ -82,3 +82,14 @@ def page_aligned(buffer: Tensor) -> Tensor:
 def round_to_pages(nbytes: int) -> int:
     """`nbytes` rounded up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
+
+
+def trim_heap() -> None:
+    """Give freed memory back to the system.
+
+    glibc keeps what was freed below 32 MiB, and weights that are cut one after another leave gaps that the next one does
+    not fit.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)

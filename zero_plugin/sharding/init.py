@@ -23,7 +23,7 @@ from typing_extensions import Self
 
 from zero_plugin.config import ZeroConfig
 from zero_plugin.errors import ConfigError, EngineStateError, ParameterError
-from zero_plugin.runtime.memory import allocate_host
+from zero_plugin.runtime.memory import allocate_host, trim_heap
 from zero_plugin.sharding.group import ProcessGroup
 from zero_plugin.sharding.guard import ReleasedParameter, is_metadata, name_of, tensors_in
 from zero_plugin.sharding.layout import cut
@@ -37,8 +37,11 @@ from zero_plugin.sharding.precut import (
 from zero_plugin.sharding.units import can_shard
 from zero_plugin.trace import Ledger
 
-_PIECE = 1 << 20
-"""Elements of one rank's slice that are gathered at once."""
+_PIECE = 1 << 18
+"""Elements that are gathered at once, of all ranks' slices together."""
+
+_TRIM_FROM = 1 << 20
+"""Freed bytes below which nothing is given back."""
 
 _ABOUT_SHAPES = (
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
@@ -105,6 +108,16 @@ class UnplacedParameter(ReleasedParameter):
             f"requires_grad={self.requires_grad})"
         )
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Exchange the memory of the opened parameter."""
+        _builder_of(self).open([self], "set_", overwrite=True)
+        return Tensor.set_(self, *args, **kwargs)
+
+    def as_subclass(self, cls: Any) -> Any:
+        """The opened parameter as another class."""
+        _builder_of(self).open([self], "as_subclass", overwrite=False)
+        return Tensor.as_subclass(self, cls)
+
     def __deepcopy__(self, memo: Any) -> Any:
         """A copy with a slice of its own."""
         record = _record_of(self)
@@ -154,6 +167,7 @@ class ShardedBuild:
         self._opened: list[nn.Parameter] = []
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._largest = 0
+        self._freed = 0
         self._sequence = 0
         self._plain_uses = 0
 
@@ -506,6 +520,13 @@ class ShardedBuild:
     def _record(self, part: Tensor, place: str) -> Precut:
         return Precut(part=part, shards=self._size, rank=self._rank, place=place, builder=self)
 
+    def _trim(self, nbytes: int) -> None:
+        """Note bytes that were freed, and give them back once they are worth it."""
+        self._freed += nbytes
+        if self._freed >= _TRIM_FROM:
+            self._freed = 0
+            trim_heap()
+
     def _close(self, parameter: nn.Parameter, part: Tensor, place: str) -> None:
         """Take a parameter's memory, and guard it."""
         parameter.data = empty_weights(parameter.shape, parameter.dtype, parameter.device)
@@ -513,6 +534,8 @@ class ShardedBuild:
         torch.autograd.graph.increment_version(parameter)
         set_record(parameter, self._record(part, place))
         parameter.__class__ = self._guard
+        if self._size > 1:
+            self._trim(_nbytes(parameter))
 
     def _full(self, parameter: Tensor, record: Precut, overwrite: bool) -> Tensor:  # noqa: FBT001
         """Full weights [numel], gathered from all ranks piece by piece; a collective."""
@@ -523,8 +546,9 @@ class ShardedBuild:
             return full
         slices = cut(numel, self._size)
         self._sequence += 1
-        for start in range(0, slices[0].numel, _PIECE):
-            length = min(_PIECE, slices[0].numel - start)
+        step = max(1, _PIECE // self._size)
+        for start in range(0, slices[0].numel, step):
+            length = min(step, slices[0].numel - start)
             mine = torch.zeros(length, dtype=full.dtype, device="cpu")
             held = record.part[start : start + length]
             mine[: held.numel()].copy_(held)

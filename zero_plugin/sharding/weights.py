@@ -12,11 +12,16 @@ from typing import TYPE_CHECKING, Any
 from zero_plugin.config import Tier
 from zero_plugin.errors import EngineStateError
 from zero_plugin.runtime.backend import Backend, Ticket
+from zero_plugin.runtime.memory import trim_heap
 from zero_plugin.sharding.partition import Block
 from zero_plugin.sharding.precut import take_part
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_TRIM_FROM = 1 << 20
+"""Freed bytes of early slices from which memory is given back."""
 
 
 class WeightShards:
@@ -49,12 +54,16 @@ class WeightShards:
             )
             raw.zero_()
             chunk = self._chunks[block.index] = raw[:nbytes].view(block.dtype)
+        freed = 0
         for position, member in enumerate(block.parameters):
             part = block.own_slice(position)
             early = take_part(member.parameter)
+            freed += 0 if early is None else early.numel() * early.element_size()
             if early is None:
                 early = member.alias.narrow(0, part.start, part.numel)
             block.own_view(chunk, position).copy_(early)
+        if freed >= _TRIM_FROM:
+            trim_heap()
 
     def drop(self, blocks: Sequence[Block]) -> None:
         """Free the chunks of some blocks."""
