@@ -179,7 +179,8 @@ class TrainerStrategy(Base):
             return
         config = config_for(self._config, str(self.precision_plugin.precision))
         if config.shards_parameters:
-            check_callbacks(trainer.callbacks)
+            connected: Any = trainer
+            check_callbacks(connected.callbacks)
         engine = ZeroEngine(model, optimizers, config)
         self._slots.engines.append(engine)
         for number, state in states.items():

@@ -408,16 +408,18 @@ def own_average(rank: int, size: int) -> None:
             def __init__(self) -> None:
                 self.average: list[Tensor] = []
 
-            def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            def on_train_batch_end(
+                self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+            ) -> None:
                 with trainer.strategy.engine.full_params(), torch.no_grad():
-                    weights = [p.detach().clone() for p in module.parameters()]
+                    weights = [p.detach().clone() for p in pl_module.parameters()]
                 pairs = zip(self.average or weights, weights, strict=True)
                 self.average = [torch.lerp(a, b, 0.5) for a, b in pairs]
 
-            def on_train_end(self, trainer: Any, module: Any) -> None:
+            def on_train_end(self, trainer: Any, pl_module: Any) -> None:
                 engine = trainer.strategy.engine
                 with engine.full_params(writeback=True), torch.no_grad():
-                    for parameter, value in zip(module.parameters(), self.average, strict=True):
+                    for parameter, value in zip(pl_module.parameters(), self.average, strict=True):
                         parameter.copy_(value)
 
         return [Average()]
@@ -441,14 +443,14 @@ def lightnings_average(rank: int, size: int) -> None:
                 with trainer.strategy.engine.full_params():
                     super().on_train_batch_end(trainer, *args, **kwargs)
 
-            def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
-                self._swapped(trainer, super().on_validation_epoch_start, module)
+            def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+                self._swapped(trainer, super().on_validation_epoch_start, pl_module)
 
-            def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-                self._swapped(trainer, super().on_validation_epoch_end, module)
+            def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+                self._swapped(trainer, super().on_validation_epoch_end, pl_module)
 
-            def on_train_end(self, trainer: Any, module: Any) -> None:
-                self._swapped(trainer, super().on_train_end, module)
+            def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+                self._swapped(trainer, super().on_train_end, pl_module)
 
             @staticmethod
             def _swapped(trainer: Any, hook: Any, module: Any) -> None:
@@ -476,8 +478,10 @@ def summaries(rank: int, size: int) -> None:
     texts: dict[str, list[str]] = {}
 
     class Summary(ModelSummary):
-        def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
-            found = summarize(module, max_depth=-1)
+        def on_train_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        ) -> None:
+            found = summarize(pl_module, max_depth=-1)
             texts.setdefault(trainer.strategy_name, []).append(
                 f"{found} {found.total_parameters} {found.trainable_parameters} {found.model_size}"
             )
