@@ -89,6 +89,7 @@ class Accounts:
             table["host"]["staging"] += self._swap.staging_bytes
         if self._activations is not None:
             table["host"]["activations"] = self._activations.host_bytes
+            table["nvme"]["activations"] = self._activations.nvme_bytes
             table["device"]["activations"] = self._activations.device_bytes
         return table
 

@@ -185,8 +185,9 @@ class ZeroEngine:
                 cache_bytes=config.nvme_cache_size,
             )
         self._activations: ActivationOffload | None = None
-        if config.activations == "host":
-            self._activations = ActivationOffload(self.model, backend, self._budget)
+        if config.activations != "device":
+            store = self._resources.store if config.activations == "nvme" else None
+            self._activations = ActivationOffload(self.model, backend, self._budget, store)
         self._pipeline = StepPipeline(
             backend,
             group,

@@ -624,11 +624,13 @@ def without_the_wait_before_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostCompute, "follow", careless)
 
 
-def without_the_order_of_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_the_order_of_the_copies(
+    monkeypatch: pytest.MonkeyPatch, lane: str = "activations in"
+) -> None:
     submit = WorkerLane.submit
 
     def careless(self: WorkerLane, operation: Any, *, after: Any = (), leases: Any = ()) -> Any:
-        after = () if self.name == "activations in" else after
+        after = () if self.name == lane else after
         return submit(self, operation, after=after, leases=leases)
 
     monkeypatch.setattr(WorkerLane, "submit", careless)
@@ -653,6 +655,22 @@ def test_a_missing_wait_is_caught(
     assert (wrong > 0) == (careless is not None)
 
 
+@pytest.mark.parametrize("lane", ["activations nvme", "activations in", "activations out", ""])
+def test_a_missing_wait_for_a_file_is_caught(
+    lane: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of a write for its copy, of a copy back for its read, of a copy for the write of the slab it takes over."""
+    without_the_order_of_the_copies(monkeypatch, lane)
+    norms: list[float] = []
+    for seed in range(6):
+        model = stack("reentrant", layers=8)
+        settings: dict[str, Any] = {"backend": "chaos", "backend_seed": seed, "nvme_path": tmp_path}
+        with engine_for(model, stage=0, activations="nvme", **settings) as (engine, _):
+            engine.backward(model(features(0)))
+            norms.append(engine.clip_grad_norm_(1.0).item())
+    assert (len({str(norm) for norm in norms}) == 1 and norms[0] == norms[0]) == (not lane)
+
+
 def rank_outcome(rank: int, size: int, kind: str, settings: dict[str, Any]) -> Any:
     torch.set_num_threads(1)
     return train(stack(kind, dropout=0.1), 2, rank=rank, **settings)
@@ -666,3 +684,49 @@ def test_two_ranks_have_the_same_bits(kind: str, stage: int) -> None:
     found = ranks(2, rank_outcome, kind, {"stage": stage, "activations": "host"})
     for one, other in zip(found, expected, strict=True):
         assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_give_the_same_bits(kind: str, stage: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"dropout": 0.2, "layers": 6, "shared": True}
+    expected = train(stack(kind, **options), stage=0, backend="inline")
+    settings: dict[str, Any] = {"activations": "nvme", "nvme_path": tmp_path, "nvme_checksum": True}
+    for backend in ("inline", "threads", "chaos"):
+        found = train(stack(kind, **options), stage=stage, backend=backend, **settings)
+        assert_same_bits(found, expected, backend)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_unusual_uses_of_files(use: Callable[..., Any], tmp_path: Path) -> None:
+    expected = outcome(use, "reentrant")
+    found = outcome(use, "reentrant", backend="chaos", activations="nvme", nvme_path=tmp_path)
+    assert_same_bits(found, expected)
+
+
+def test_files_take_the_bytes_and_the_host_three_slabs(tmp_path: Path) -> None:
+    model, size = stack("reentrant", layers=6), round_to_pages(ROWS * WIDTH * 4)
+    with engine_for(model, activations="nvme", nvme_path=tmp_path) as (engine, optimizer):
+        for step in range(1, 4):
+            engine.backward(model(features(step)))
+            optimizer.step()
+            optimizer.zero_grad()
+            moved, memory = engine.ledger(), engine.memory()
+            assert moved["nvme_write"] == moved["nvme_read"] == 6 * step * size
+            assert memory["host"]["activations"] == 3 * size
+            assert 6 * size <= memory["nvme"]["activations"] <= 1.25 * 6 * size
+
+
+def test_the_limit_of_files_is_named(tmp_path: Path) -> None:
+    model = stack("non-reentrant")
+    settings: dict[str, Any] = {"activations": "nvme", "nvme_path": tmp_path}
+    with engine_for(model, **settings, nvme_limit=3 * round_to_pages(ROWS * WIDTH * 4)) as (
+        engine,
+        _,
+    ):
+        with pytest.raises(BudgetError, match="nvme_limit"):
+            model(features(0))
+        gc.collect()
+        small = model(features(0, rows=10))
+        engine.backward(small)

@@ -61,7 +61,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stage": 3, "prefetch_units": 1.5}, r"prefetch_units=1.5 must be a whole number, 0 or more"),
     ({"prefetch_bytes": "1GiB"}, r"prefetch_bytes='1GiB' has no effect below stage 3"),
     ({"stage": 3, "prefetch_bytes": "big"}, r"prefetch_bytes='big' is not a byte count"),
-    ({"activations": "nvme"}, r"activations='nvme' is not supported by this version"),
+    ({"activations": "nvme"}, r"nvme_path is not set: name a folder"),
     ({"optimizer": "nvme"}, r"nvme_path is not set: name a folder"),
     ({"nvme_engine": "aio"}, r"nvme_engine='aio' is not one of 'auto', 'uring', 'threads'"),
     ({"nvme_engine": "uring"}, r"nvme_engine='uring' has no effect"),

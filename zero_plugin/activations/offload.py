@@ -1,4 +1,4 @@
-"""Inputs of activation checkpoints go to host memory during forward and come back before backward needs them.
+"""Inputs of activation checkpoints go to host memory or files during forward and come back before backward needs them.
 
 Lanes carry both copies. While a segment is computed again in backward, the inputs of the one before it are already on their way
 (ZeRO-Infinity, SC'21, sections 5.1.2 and 5.2.2): two segments' inputs are on the device, whatever the number of segments.
@@ -18,12 +18,16 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zero_plugin.activations.checkpoints import checkpoint_inputs
+from zero_plugin.activations.files import FileSpace, FileSpaces
 from zero_plugin.activations.slabs import HostSlab, HostSlabs
 from zero_plugin.budget import Budget
+from zero_plugin.errors import EngineStateError
 from zero_plugin.runtime.backend import Backend, Ticket
+from zero_plugin.runtime.io import Read, Write
 from zero_plugin.runtime.operations import Copy
 from zero_plugin.sharding.guard import storage_key
 from zero_plugin.sharding.hooks import InputHooks, check_version, untraced
+from zero_plugin.store.store import NvmeStore
 
 SMALLEST_BYTES = 64 * 1024
 """Smaller tensors stay on the device: a copy of them costs more than it frees."""
@@ -31,9 +35,12 @@ SMALLEST_BYTES = 64 * 1024
 _SEGMENTS_ON_THEIR_WAY = 2
 """How many segments' inputs may wait for their copy to the host, and so still take device memory."""
 
+_SLABS_FOR_FILES = 3
+"""How many slabs the bytes of files pass through: one is read or written, one copied, one free."""
+
 
 class _Kept:
-    """One tensor whose bytes lie in a host slab.
+    """One tensor whose bytes lie in a host slab or in a file.
 
     Args:
         tensor: the tensor.
@@ -52,6 +59,7 @@ class _Kept:
         "restored_version",
         "shape",
         "slab",
+        "space",
         "span",
         "storage",
         "stored",
@@ -79,6 +87,7 @@ class _Kept:
         self.witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.handles = 0
         self.slab: HostSlab | None = None
+        self.space: FileSpace | None = None
         self.stored: Ticket[Any] | None = None
         self.restored: Tensor | None = None
         self.restored_version = 0
@@ -116,23 +125,26 @@ class _Handle:
 
 
 class ActivationOffload:
-    """Keeps the inputs of checkpoints in host memory.
+    """Keeps the inputs of checkpoints in host memory, or in files that host memory leads to.
 
     Args:
         model: whose forwards are watched; its parameters and buffers are never moved.
         backend: lanes and memory.
         budget: asked before host memory is made.
-        smallest: bytes below which a tensor stays.
+        store: the files, or None to keep everything in host memory.
     """
 
     def __init__(
-        self, model: nn.Module, backend: Backend, budget: Budget, smallest: int = SMALLEST_BYTES
+        self, model: nn.Module, backend: Backend, budget: Budget, store: NvmeStore | None = None
     ) -> None:
         self._model = model
         self._backend = backend
-        self._smallest = smallest
         self.slabs = HostSlabs(backend, budget)
-        """Where the bytes lie."""
+        """Where the bytes lie, or what they pass through on their way to files."""
+        self._files = None if store is None else FileSpaces(store, budget)
+        self._tier = "host" if store is None else "nvme"
+        self._disk = backend.lane("activations nvme", "host")
+        self._passing: deque[HostSlab] = deque()
         self._hooks = InputHooks(self)
         self._out = backend.lane("activations out", "device")
         self._in = backend.lane("activations in", "device")
@@ -164,6 +176,11 @@ class ActivationOffload:
         return self.slabs.nbytes
 
     @property
+    def nvme_bytes(self) -> int:
+        """Bytes of files, in use or kept for the next step."""
+        return 0 if self._files is None else self._files.nbytes
+
+    @property
     def device_bytes(self) -> int:
         """Bytes on the device that came back before they were asked for."""
         self.collect()
@@ -177,7 +194,7 @@ class ActivationOffload:
         self._checked = True
         if not self._seen:
             warnings.warn(
-                "activations='host' has no effect: no activation checkpoint was seen in the forward of the model or of a module "
+                f"activations={self._tier!r} has no effect: no activation checkpoint was seen in the forward of the model or of a module "
                 "in it (checkpoints under saved-tensor hooks of others or inside torch.compile are not). Turn checkpointing "
                 "on, for example by model.gradient_checkpointing_enable() or torch.utils.checkpoint, or leave activations "
                 "out",
@@ -185,8 +202,8 @@ class ActivationOffload:
             )
         elif not self._moved:
             warnings.warn(
-                "activations='host' has no effect: every input of a checkpoint is smaller than "
-                f"{self._smallest:,} bytes, is no floating-point tensor, or belongs to the model: leave activations out",
+                f"activations={self._tier!r} has no effect: every input of a checkpoint is smaller than "
+                f"{SMALLEST_BYTES:,} bytes, is no floating-point tensor, or belongs to the model: leave activations out",
                 stacklevel=2,
             )
 
@@ -194,6 +211,8 @@ class ActivationOffload:
         """Take the hooks off and free the slabs; what a graph still holds goes with it."""
         self._hooks.remove()
         self.collect()
+        while self._passing:
+            self.slabs.give(self._passing.popleft())
         self.slabs.close()
 
     # The hooks' side ---------------------------------------------------------------------------------------------
@@ -267,12 +286,18 @@ class ActivationOffload:
             if not segment.kept:
                 self._forget(segment)
             kept.handles -= 1
-            if kept.handles == 0 and kept.slab is not None:
-                if self._known.get(kept.identity) is kept:
-                    del self._known[kept.identity]
-                kept.restored = None
-                self.slabs.give(kept.slab)
-                kept.slab = None
+            if kept.handles == 0:
+                self._let_go(kept)
+
+    def _let_go(self, kept: _Kept) -> None:
+        if self._known.get(kept.identity) is kept:
+            del self._known[kept.identity]
+        kept.restored = kept.arrival = None
+        if kept.slab is not None:
+            self.slabs.give(kept.slab)
+        if kept.space is not None and self._files is not None:
+            self._files.give(kept.space)
+        kept.slab = kept.space = None
 
     # Forward -----------------------------------------------------------------------------------------------------
 
@@ -282,7 +307,7 @@ class ActivationOffload:
         if tensor.layout is not torch.strided or tensor.is_inference() or tensor.is_neg():
             return False
         nbytes = tensor.numel() * tensor.element_size()
-        if nbytes < self._smallest or _span_bytes(tensor) > 2 * nbytes:
+        if nbytes < SMALLEST_BYTES or _span_bytes(tensor) > 2 * nbytes:
             return False
         if not self._weights:
             own = (*self._model.parameters(), *self._model.buffers())
@@ -313,7 +338,9 @@ class ActivationOffload:
         kept = _Kept(tensor, self._number)
         self._number += 1
         what = f"a checkpoint's input of shape {list(tensor.shape)} and {tensor.dtype}"
-        slab = self.slabs.take(kept.span, what)
+        files = self._files
+        nbytes = kept.span if files is None else files.transfer_bytes(kept.span)
+        slab = self.slabs.take(nbytes, what)
         try:
             start = int(tensor.storage_offset()) * tensor.element_size()
             source = _bytes_of(tensor, start, kept.span)
@@ -331,10 +358,36 @@ class ActivationOffload:
             self.slabs.give(slab)
             raise
         slab.last = kept.stored
-        kept.slab = slab
         self._leaving[-1].append(kept.stored)
+        if files is None:
+            kept.slab = slab
+        else:
+            self._write(kept, slab, files, what)
         self._known[kept.identity] = kept
         return kept
+
+    def _write(self, kept: _Kept, slab: HostSlab, files: FileSpaces, what: str) -> None:
+        """Send a slab's bytes on to a file, and let the slab be used again after that."""
+        try:
+            space = files.take(kept.span, what)
+            space.last = slab.last = kept.stored = self._disk.submit(
+                Write(
+                    store=files.store,
+                    extent=space.extent,
+                    offset=0,
+                    source=slab.memory[: files.transfer_bytes(kept.span)],
+                    label=f"{kept.label} to file",
+                ),
+                after=[*_tickets(kept.stored), *_tickets(space.last)],
+            )
+            kept.space = space
+        finally:
+            self._pass_through(slab)
+
+    def _pass_through(self, slab: HostSlab) -> None:
+        self._passing.append(slab)
+        if len(self._passing) > _SLABS_FOR_FILES - 1:
+            self.slabs.give(self._passing.popleft())
 
     # Backward ----------------------------------------------------------------------------------------------------
 
@@ -357,9 +410,7 @@ class ActivationOffload:
         restored = kept.restored
         if restored is not None and restored._version == kept.restored_version:
             return restored
-        slab = kept.slab
-        if slab is None:
-            raise RuntimeError(f"{kept.label} was let go of and is asked for again")
+        slab = self._read(kept)
         space = torch.empty(kept.lead + kept.span, dtype=torch.uint8, device=kept.device)
         place, source = space[kept.lead :], slab.memory[: kept.span]
         if self._backend.closed:
@@ -375,8 +426,14 @@ class ActivationOffload:
                     direction="host_to_device",
                     label=f"{kept.label} in",
                 ),
-                after=[self._backend.mark(kept.label), *_tickets(kept.stored)],
+                after=[
+                    self._backend.mark(kept.label),
+                    *_tickets(slab.last),
+                    *_tickets(kept.stored),
+                ],
             )
+        if slab is not kept.slab:
+            self._pass_through(slab)
         restored = torch.empty(0, dtype=kept.dtype, device=kept.device)
         restored.set_(
             space.untyped_storage(),
@@ -386,6 +443,35 @@ class ActivationOffload:
         )
         kept.restored, kept.restored_version = restored, restored._version
         return restored
+
+    def _read(self, kept: _Kept) -> HostSlab:
+        """The slab a tensor's bytes are in, or are on their way to from a file."""
+        if kept.slab is not None:
+            return kept.slab
+        space, files = kept.space, self._files
+        if space is None or files is None:
+            raise RuntimeError(f"{kept.label} was let go of and is asked for again")
+        if self._backend.closed:
+            raise EngineStateError(
+                "a backward needs activations that were kept in the files of an engine that is closed: run backward before "
+                "engine.close()"
+            )
+        slab = self.slabs.take(files.transfer_bytes(kept.span), f"{kept.label} on its way back")
+        try:
+            slab.last = space.last = self._disk.submit(
+                Read(
+                    store=files.store,
+                    extent=space.extent,
+                    offset=0,
+                    destination=slab.memory[: files.transfer_bytes(kept.span)],
+                    label=f"{kept.label} from file",
+                ),
+                after=[*_tickets(space.last), *_tickets(slab.last)],
+            )
+        except BaseException:
+            self.slabs.give(slab)
+            raise
+        return slab
 
     def _forget(self, segment: _Segment) -> None:
         if segment in self._segments:

@@ -90,18 +90,18 @@ class HostSlabs:
         available = available_host_bytes()
         if available is not None and size > available:
             raise BudgetError(
-                f"activations='host': {what} needs {size:,} bytes of host memory on this rank, and the system has {available:,} "
+                f"keeping activations off the device: {what} needs {size:,} bytes of host memory on this rank, and the system has {available:,} "
                 f"left: {_CURE}"
             )
         try:
             self._budget.take("host", size)
         except BudgetError as error:
             raise BudgetError(
-                f"activations='host': {what} needs {size:,} bytes beside the {self.nbytes:,} of those already kept, and "
+                f"keeping activations off the device: {what} needs {size:,} bytes beside the {self.nbytes:,} of those already kept, and "
                 f"host_limit does not allow it ({error}); raise host_limit, or {_CURE}"
             ) from error
         try:
-            memory = self._backend.allocate(nbytes, "host")
+            memory = self._backend.allocate(size, "host")
         except BaseException:
             self._budget.take("host", -size)
             raise
