@@ -10,6 +10,7 @@ import torch
 from zero_plugin.config import ZeroConfig
 from zero_plugin.errors import ConfigError
 from zero_plugin.runtime.memory import available_host_bytes
+from zero_plugin.sharding.guard import ReleasedParameter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -151,6 +152,11 @@ def check_callbacks(callbacks: Iterable[object]) -> None:
                 "sharded: use stage 2 or lower (strategy='zero_2' or 'zero_offload'), or average in a callback of your own "
                 "inside `with trainer.strategy.engine.full_params(writeback=True):`"
             )
+
+
+def is_built_in_shards(module: nn.Module) -> bool:
+    """Whether a module was built in `zero_plugin.init_context`, and no engine has taken it over."""
+    return any(isinstance(parameter, ReleasedParameter) for parameter in module.parameters())
 
 
 def fits_in_host_memory(model: nn.Module, local_processes: int) -> bool:

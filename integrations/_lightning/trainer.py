@@ -21,6 +21,7 @@ from zero_plugin.integrations._lightning.common import (
     check_device_can,
     config_for,
     fits_in_host_memory,
+    is_built_in_shards,
     needs_process_group,
 )
 
@@ -87,6 +88,7 @@ class TrainerStrategy(Base):
         self._accumulates = False
         self._buffers_are_due = True
         self._all_failed = False
+        self._loads_late = False
         # Holds all weights here through a validation whose length differs between ranks.
         self._validation = ExitStack()
         optional: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
@@ -250,6 +252,13 @@ class TrainerStrategy(Base):
         return all(item == found[0] for item in found)
 
     # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether the module was built in shards, which only an engine can fill."""
+        if self._slots.only is None:
+            self._loads_late = is_built_in_shards(self._require(self.lightning_module))
+        return self._loads_late
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state in torch's format on rank 0, empty on the others; all ranks must call."""

@@ -5,6 +5,7 @@ That losses and weights are those of DDP is in `test_fit.py` and `test_precision
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from pathlib import Path
@@ -20,6 +21,7 @@ from support.lightning_runs import (
     held_out,
     make_trainer,
     module_class,
+    network,
     ranks,
     spelling,
 )
@@ -545,3 +547,33 @@ def made_late(rank: int, size: int, folder: Path) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_configure_model_and_empty_init(size: int, tmp_path: Path) -> None:
     ranks(size, made_late, tmp_path)
+
+
+def built_in_shards(rank: int, size: int, folder: Path) -> None:
+    from zero_plugin import init_context
+
+    pl = spelling("lightning.pytorch")
+
+    class Late(module_class(pl)):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.net
+            self.net: Any = None
+
+        def configure_model(self) -> None:
+            if self.net is None:
+                config = self.trainer.strategy.config
+                with init_context(config) if config.stage == 3 else contextlib.nullcontext():
+                    self.net = network()
+
+    runs = {name: fit(name, size, module=lambda pl: Late()) for name in ("zero_2", *SHARDED)}
+    runs["zero_2"].trainer.save_checkpoint(folder / "late.ckpt")
+    for name in SHARDED:
+        assert_same(runs["zero_2"], runs[name])
+    options: dict[str, Any] = {"max_epochs": 3, "ckpt_path": folder / "late.ckpt"}
+    compare_with_stage_2(size, module=lambda pl: Late(), **options)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_configure_model_may_build_straight_into_shards(size: int, tmp_path: Path) -> None:
+    ranks(size, built_in_shards, tmp_path)
