@@ -140,7 +140,7 @@ class Channel:
                 self._meet(call, inline)
                 yield
             except BaseException as error:
-                self._broken = f"an earlier collective failed ({type(error).__name__})"
+                self._broken = f"an earlier collective failed ({type(error).__name__}: {error})"
                 raise
             finally:
                 self._waiting = None
