@@ -155,7 +155,6 @@ class ShardedBuild:
         self._depth = 0
         self._thread = 0
         self._group: ProcessGroup | None = None
-        self._rank, self._size = 0, 1
         self._guard: type[UnplacedParameter] = type(
             "UnplacedParameter",
             (UnplacedParameter,),
@@ -176,6 +175,14 @@ class ShardedBuild:
         """Whether the model is still being built."""
         return self._depth > 0
 
+    @property
+    def _rank(self) -> int:
+        return 0 if self._group is None else self._group.rank
+
+    @property
+    def _size(self) -> int:
+        return 1 if self._group is None else self._group.size
+
     # The context -------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
@@ -194,7 +201,6 @@ class ShardedBuild:
             ledger=Ledger(),
             timeout_seconds=self._config.timeout_seconds,
         )
-        self._rank, self._size = self._group.rank, self._group.size
         self._thread = threading.get_ident()
         self._plain_uses = _uses(nn.Parameter(torch.empty(1, device="cpu")))
         self._depth = 1
@@ -259,7 +265,7 @@ class ShardedBuild:
         try:
             run()
         except BaseException:
-            self._registered = [item for item in self._registered if item[0] is not module]
+            self._registered[:] = [item for item in self._registered if item[0] is not module]
             raise
         finally:
             self._inside.pop()
@@ -339,7 +345,7 @@ class ShardedBuild:
         for item in parameters:
             record = record_of(item)
             if record is not None and type(item) is nn.Parameter:
-                self._opened = [other for other in self._opened if other is not item]
+                self._opened[:] = [other for other in self._opened if other is not item]
                 self._close(item, record.part, record.place)
 
     def replace(self, parameter: UnplacedParameter, value: Tensor) -> None:
@@ -422,7 +428,9 @@ class ShardedBuild:
             if not items:
                 return
             ready = self._agree([item for item, _ in items], force=force)
-            self._opened = [item for item, done in zip(old, ready, strict=False) if not done] + stay
+            self._opened[:] = [
+                item for item, done in zip(old, ready, strict=False) if not done
+            ] + stay
             for (item, place), done in zip(items, ready, strict=True):
                 if done:
                     self._close(item, self._slice(item), place)
@@ -448,7 +456,7 @@ class ShardedBuild:
             if self._can_cut(parameter):
                 found[id(parameter)] = (parameter, f"{type(module).__name__}.{names[0]}")
                 own[id(module)] = own.get(id(module), 0) + _nbytes(parameter)
-        self._registered = left
+        self._registered[:] = left
         self._largest = max([self._largest, *own.values()])
         return list(found.values())
 
