@@ -24,6 +24,7 @@ from zero_plugin.config import ZeroConfig
 from zero_plugin.errors import (
     EngineStateError,
     NonFiniteGradientError,
+    ZeroError,
 )
 from zero_plugin.grads.agreement import GradientAgreement, Summary
 from zero_plugin.grads.buckets import Buckets
@@ -41,7 +42,7 @@ from zero_plugin.optim.pipeline import StepPipeline
 from zero_plugin.optim.states import OptimizerStates
 from zero_plugin.optim.swap import SwappedStates
 from zero_plugin.resources import Resources
-from zero_plugin.sharding.hooks import GradientHooks, untraced
+from zero_plugin.sharding.hooks import GradientHooks, check_unmanaged, untraced
 from zero_plugin.sharding.parameters import ManagedParameter, collect_parameters
 from zero_plugin.sharding.partition import ShardPlace
 from zero_plugin.sharding.replicas import Replicas
@@ -87,6 +88,8 @@ class ZeroEngine:
         self.model = model
         self.config = config or ZeroConfig()
         members = collect_parameters(model, self.optimizers)
+        for member in members:
+            check_unmanaged(member)
         self._device = find_device(model, members)
         self._closed = False
         self._budget = Budget(self.config, self._device)
@@ -102,7 +105,7 @@ class ZeroEngine:
             self._resources.close()
             raise
         self._finalizer = weakref.finalize(
-            self, _abandon, self._hooks, self._roster.members, self._resources
+            self, _abandon, self._hooks, self._sharded, self._roster.members, self._resources
         )
         try:
             shards = self._sharded.shards if self._sharded else None
@@ -685,10 +688,19 @@ class ZeroEngine:
 
 
 def _abandon(
-    hooks: GradientHooks, members: Sequence[ManagedParameter], resources: Resources
+    hooks: GradientHooks,
+    sharded: ShardedModel | None,
+    members: Sequence[ManagedParameter],
+    resources: Resources,
 ) -> None:
     """Leave the model plain; also when an engine is collected without `close`."""
     hooks.remove()
+    if sharded is not None:
+        try:
+            sharded.close(restore=resources.group.size == 1)
+        except ZeroError:
+            # A lane that failed before: what is not here stays guarded.
+            sharded.close(restore=False)
     for member in members:
         if isinstance(member.parameter.grad, GradientSentinel):
             member.parameter.grad = None

@@ -251,7 +251,7 @@ class UnitGatherer:
         written = [
             member.name
             for member, version in zip(unit.members, unit.versions, strict=True)
-            if member.parameter._version != version
+            if member.parameter._version != version or member.restore_data()
         ]
         self._hide(unit)
         return written
@@ -369,12 +369,12 @@ class UnitGatherer:
         self._observe_end()
 
     def close(self, *, restore: bool) -> None:
-        """Free the staging.
+        """Free the staging; idempotent.
 
         Args:
             restore: bring every unit here and leave plain parameters; a collective.
         """
-        if restore:
+        if restore and not self._closed:
             for unit in self.units:
                 self.bring(unit)
                 for member in unit.members:

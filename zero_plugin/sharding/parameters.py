@@ -68,6 +68,14 @@ class ManagedParameter:
         with torch._C.DisableTorchFunctionSubclass():
             return self.alias.data_ptr() != self.parameter.data_ptr()
 
+    def restore_data(self) -> bool:
+        """Point the parameter at its own storage again; True if `parameter.data` was replaced."""
+        if not self.moved:
+            return False
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            self.parameter.data = self.alias.view(self.shape)
+        return True
+
     def empty(self) -> bool:
         """Free the weights' memory; False where someone else (a view, `detach()`) uses it too and keeps it.
 

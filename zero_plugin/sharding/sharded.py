@@ -256,7 +256,10 @@ class ShardedModel:
                 if member.moved or member.parameter._version != self._version(unit, member)
             ]
             names += [member.name for member in changed]
-            if changed and writeback:
+            if not writeback:
+                for member in changed:
+                    member.restore_data()
+            elif changed:
                 for member in changed:
                     self._adopt(member)
                 self.shards.cut(block)
