@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from zero_plugin.engine import ZeroEngine
 from zero_plugin.errors import BudgetError
 from zero_plugin.runtime.backend import HostCompute
+from zero_plugin.runtime.io import Read
 from zero_plugin.runtime.memory import round_to_pages
+from zero_plugin.runtime.operations import Copy
 from zero_plugin.runtime.threads import WorkerLane
 
 WIDTH, ROWS = 64, 300
@@ -655,20 +659,32 @@ def test_a_missing_wait_is_caught(
     assert (wrong > 0) == (careless is not None)
 
 
-@pytest.mark.parametrize("lane", ["activations nvme", "activations in", "activations out", ""])
+@pytest.mark.parametrize("lane", ["activations nvme", "activations in", ""])
 def test_a_missing_wait_for_a_file_is_caught(
     lane: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of a write for its copy, of a copy back for its read, of a copy for the write of the slab it takes over."""
+    """Of a write for its copy, of a copy back for its read; what is waited for is slow."""
+    copy, read = Copy.run, Read.run
+
+    def slow_copy(self: Copy, kernels: Any) -> None:
+        time.sleep(0.02 if self.label.endswith(" out") else 0.0)
+        copy(self, kernels)
+
+    def slow_read(self: Read, kernels: Any) -> None:
+        time.sleep(0.02)
+        read(self, kernels)
+
+    monkeypatch.setattr(Copy, "run", slow_copy)
+    monkeypatch.setattr(Read, "run", slow_read)
     without_the_order_of_the_copies(monkeypatch, lane)
     norms: list[float] = []
-    for seed in range(6):
-        model = stack("reentrant", layers=8)
+    for seed in range(2):
+        model = stack("reentrant", layers=4)
         settings: dict[str, Any] = {"backend": "chaos", "backend_seed": seed, "nvme_path": tmp_path}
         with engine_for(model, stage=0, activations="nvme", **settings) as (engine, _):
             engine.backward(model(features(0)))
             norms.append(engine.clip_grad_norm_(1.0).item())
-    assert (len({str(norm) for norm in norms}) == 1 and norms[0] == norms[0]) == (not lane)
+    assert any(math.isnan(norm) for norm in norms) == bool(lane)
 
 
 def rank_outcome(rank: int, size: int, kind: str, settings: dict[str, Any]) -> Any:
