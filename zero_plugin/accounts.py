@@ -11,6 +11,7 @@ from zero_plugin.activations.offload import ActivationOffload
 from zero_plugin.config import Tier, ZeroConfig
 from zero_plugin.grads.buckets import Buckets
 from zero_plugin.grads.offload import GradientShards
+from zero_plugin.grads.swapped import SwappedGradients
 from zero_plugin.optim.pipeline import StepPipeline
 from zero_plugin.optim.states import OptimizerStates
 from zero_plugin.optim.swap import SwappedStates
@@ -77,14 +78,14 @@ class Accounts:
         if sharded is not None:
             table[config.params]["params"] += sharded.shards.nbytes
             table["device"]["staging"] += sharded.gatherer.staging_bytes
+            table["host"]["staging"] += sharded.shards.staging_bytes
         states = [block for item in self._states for block in item.blocks.values()]
         table[config.optimizer]["master"] = sum(item.master_bytes for item in states)
         table[config.optimizer]["moments"] = sum(item.moment_bytes for item in states)
         table[config.gradients]["gradients"] = self._gradients.gradient_bytes
         table["device"]["staging"] += self._buckets.nbytes + self._workspace()
-        table[config.gradients]["staging"] += self._gradients.staging_bytes
-        home: Tier = "device" if config.optimizer == "device" else "host"
-        table[home]["staging"] += self._pipeline.staging_bytes
+        table[_home(config.gradients)]["staging"] += self._gradients.staging_bytes
+        table[_home(config.optimizer)]["staging"] += self._pipeline.staging_bytes
         if self._swap is not None:
             table["host"]["staging"] += self._swap.staging_bytes
         if self._activations is not None:
@@ -120,7 +121,10 @@ class Accounts:
             needs = self._sharded.needs(more)
             need[config.params] += needs.shards
             need["device"] += needs.staging + needs.gathered
-        need["device" if config.optimizer == "device" else "host"] += self._pipeline.planned(every)
+            need["host"] += needs.host_staging
+        need[_home(config.optimizer)] += self._pipeline.planned(every)
+        if isinstance(self._gradients, SwappedGradients):
+            need["host"] += self._gradients.planned(every)
         if self._swap is not None:
             need["host"] += self._swap.planned(self.counted(every))
         need["device"] += self._buckets.planned(every)
@@ -129,3 +133,8 @@ class Accounts:
     def counted(self, blocks: Sequence[Block]) -> list[tuple[Block, int]]:
         """Blocks with the number of their states, the master included."""
         return [(block, self._states[block.optimizer].num_states + 1) for block in blocks]
+
+
+def _home(tier: Tier) -> Tier:
+    """Where bytes of a tier pass through on their way to the update."""
+    return "device" if tier == "device" else "host"

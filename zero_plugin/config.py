@@ -354,8 +354,6 @@ class ZeroConfig:
 
     def _check_unsupported(self) -> None:
         later = {
-            "params": self.params == "nvme",
-            "gradients": self.gradients == "nvme",
             "speculate": self.speculate,
             "delayed_update": self.delayed_update,
         }

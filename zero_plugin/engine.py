@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from zero_plugin.access import FullAccess, make_plain
-from zero_plugin.accounts import Accounts
-from zero_plugin.activations.offload import ActivationOffload
+from zero_plugin.access import make_plain
 from zero_plugin.budget import Budget
 from zero_plugin.config import ZeroConfig
 from zero_plugin.errors import (
@@ -26,34 +24,26 @@ from zero_plugin.errors import (
     NonFiniteGradientError,
     ZeroError,
 )
-from zero_plugin.grads.agreement import GradientAgreement, Summary
-from zero_plugin.grads.buckets import Buckets
+from zero_plugin.grads.agreement import Summary
 from zero_plugin.grads.clipping import Clipper
 from zero_plugin.grads.nonfinite import NonFinitePolicy
 from zero_plugin.grads.norm import Clip
-from zero_plugin.grads.offload import GradientShards
-from zero_plugin.grads.reducer import GradientReducer
 from zero_plugin.grads.scaler import LossScaler
 from zero_plugin.grads.sentinel import GradientSentinel
 from zero_plugin.inputs import check_arguments, describe, find_device
 from zero_plugin.optim import facade
 from zero_plugin.optim.kept import KeptStates
-from zero_plugin.optim.pipeline import StepPipeline
-from zero_plugin.optim.states import OptimizerStates
-from zero_plugin.optim.swap import SwappedStates
+from zero_plugin.parts import DTYPES, assemble
 from zero_plugin.resources import Resources
 from zero_plugin.sharding.hooks import GradientHooks, check_unmanaged, untraced
 from zero_plugin.sharding.parameters import ManagedParameter, collect_parameters
-from zero_plugin.sharding.partition import ShardPlace
-from zero_plugin.sharding.replicas import Replicas
 from zero_plugin.sharding.roster import Roster
 from zero_plugin.sharding.setup import check_same_setup
-from zero_plugin.sharding.sharded import ShardedModel
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    from zero_plugin.sharding.sharded import ShardedModel
 
 
 class ZeroEngine:
@@ -100,44 +90,26 @@ class ZeroEngine:
         self._clipper = Clipper()
         self._learned_order = False
         try:
-            self._assemble()
+            parts = assemble(
+                model, self.config, self._resources, self._roster, self._budget, self._scaler
+            )
         except BaseException:
             self._resources.close()
             raise
+        self._place, self._hooks = parts.place, parts.hooks
+        self._gradients, self._buckets = parts.gradients, parts.buckets
+        self._reducer, self._agreement = parts.reducer, parts.agreement
+        self._replicas, self._activations = parts.replicas, parts.activations
+        self._sharded, self._swap, self._pipeline = parts.sharded, parts.swap, parts.pipeline
         self._finalizer = weakref.finalize(
             self, _abandon, self._hooks, self._sharded, self._roster.members, self._resources
         )
         try:
-            shards = self._sharded.shards if self._sharded else None
-            self._states = [
-                OptimizerStates(
-                    item, self._resources.backend, self.config.optimizer, shards, self._swap
-                )
-                for item in self.optimizers
-            ]
-            group = self._resources.group
+            self._states = parts.make_states(self.optimizers, self.config, self._resources)
             check_same_setup(self._resources.control, describe(self.config, self.optimizers, model))
-            self._accounts = Accounts(
-                self.config,
-                self._states,
-                self._gradients,
-                self._buckets,
-                self._pipeline,
-                lambda: group.workspace_bytes,
-                self._sharded,
-                self._swap,
-                self._activations,
-            )
-            self._access = FullAccess(
-                roster=self._roster,
-                sharded=self._sharded,
-                states=self._states,
-                reducer=self._reducer,
-                agreement=self._agreement,
-                gradients=self._gradients,
-                pipeline=self._pipeline,
-                scaler=self._scaler,
-                is_first=group.rank == 0,
+            self._accounts = parts.make_accounts(self.config, self._states, self._resources)
+            self._access = parts.make_access(
+                self._roster, self._states, self._scaler, self._resources
             )
             self._replicas.equalise()
             self._manage(members)
@@ -148,59 +120,6 @@ class ZeroEngine:
         except BaseException:
             self.close()
             raise
-
-    def _assemble(self) -> None:
-        """Wire the parts that move gradients and weights."""
-        config, group, backend = self.config, self._resources.group, self._resources.backend
-        control = self._resources.control
-        dtype = DTYPES[config.gradient_dtype] if config.gradient_dtype else None
-        self._gradients = GradientShards(backend, config.gradients, dtype, self._budget)
-        self._buckets = Buckets(backend, DTYPES[config.reduce_dtype], group.size)
-        self._reducer = GradientReducer(
-            backend, group, control, self._gradients, self._buckets, config, self._scaler
-        )
-        self._agreement = GradientAgreement(
-            control,
-            self._reducer,
-            self._gradients,
-            self._roster.of,
-            sharded=config.shards_optimizer,
-        )
-        self._replicas = Replicas(self.model, control, config)
-        self._hooks = GradientHooks(self._reducer)
-        self._sharded: ShardedModel | None = None
-        if self._resources.weight_group is not None:
-            self._sharded = ShardedModel(
-                self.model,
-                backend,
-                self._resources.weight_group,
-                self._place,
-                config,
-                self._hooks.watch,
-            )
-            self._hooks.ended = self._sharded.gatherer.end_backward
-        self._swap: SwappedStates | None = None
-        if config.optimizer == "nvme" and self._resources.store is not None:
-            self._swap = SwappedStates(
-                backend,
-                self._resources.store,
-                buffer_bytes=config.nvme_buffer_size,
-                cache_bytes=config.nvme_cache_size,
-            )
-        self._activations: ActivationOffload | None = None
-        if config.activations != "device":
-            store = self._resources.store if config.activations == "nvme" else None
-            self._activations = ActivationOffload(self.model, backend, self._budget, store)
-        self._pipeline = StepPipeline(
-            backend,
-            group,
-            self._gradients,
-            config.optimizer,
-            self._buckets,
-            sharded=config.shards_optimizer,
-            weights=self._sharded.shards if self._sharded else None,
-            swap=self._swap,
-        )
 
     # Backward ----------------------------------------------------------------------------------------------------
 
@@ -534,7 +453,10 @@ class ZeroEngine:
             stack.callback(self._replicas.close)
             if self._sharded is not None:
                 alone = self._resources.group.size == 1
-                stack.callback(self._sharded.close, restore=alone and not weights)
+                stack.callback(
+                    self._sharded.close,
+                    restore=alone and not weights and self.config.params != "nvme",
+                )
             for item in self.optimizers:
                 if getattr(item, "zero_host", None) is self:
                     facade.release(item)
@@ -610,15 +532,6 @@ class ZeroEngine:
             ticket.wait()
         self._roster.note_published(
             item.block.parameters[position] for item in plan.blocks for position in item.positions
-        )
-
-    @property
-    def _place(self) -> ShardPlace:
-        sharded, group = self.config.shards_optimizer, self._resources.group
-        return ShardPlace(
-            shards=group.size if sharded else 1,
-            rank=group.rank if sharded else 0,
-            world_size=group.size,
         )
 
     def _learn_order(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import zlib
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,32 +67,17 @@ class Resources:
             )
         ledger = Ledger()
         trace = None if config.trace is None else Trace()
-        store: NvmeStore | None = None
-        group = ProcessGroup.create(
-            device=device, ledger=ledger, timeout_seconds=config.timeout_seconds
-        )
-        weight_group: ProcessGroup | None = None
-        try:
-            if config.shards_parameters:
-                # Their own sequence: a rank may reduce a bucket before or after a gather that another one sees in the
-                # other order, since a bucket waits for its last gradient.
-                weight_group = ProcessGroup.create(
-                    device=device, ledger=ledger, timeout_seconds=config.timeout_seconds
-                )
-            if config.nvme_paths:
-                store = NvmeStore(
-                    config.nvme_paths,
-                    rank=group.rank,
-                    limit=config.limit("nvme"),
-                    engine=config.nvme_engine,
-                    checksum=config.nvme_checksum,
-                    ledger=ledger,
-                )
-            threads = config.threads or _threads_of_a_rank(group)
-            try:
-                kernels = Kernels(threads=threads, isa=config.instruction_set)
-            except ValueError as error:
-                raise ConfigError(f"instruction_set={config.instruction_set!r}: {error}") from error
+        with ExitStack() as stack:
+            group = _join(config, device, ledger, stack)
+            # Gathers are a sequence of their own: a rank may reduce a bucket before or after a gather that another one
+            # sees in the other order, since a bucket waits for its last gradient.
+            weight_group = (
+                _join(config, device, ledger, stack) if config.shards_parameters else None
+            )
+            store = _open_store(config, group, ledger)
+            if store is not None:
+                stack.callback(store.close)
+            kernels = _make_kernels(config, group)
             for each in (group, weight_group):
                 if each is not None:
                     each.use_kernels(kernels)
@@ -103,13 +89,7 @@ class Resources:
                 ledger=ledger,
                 seed=config.backend_seed,
             )
-        except BaseException:
-            group.close()
-            if weight_group is not None:
-                weight_group.close()
-            if store is not None:
-                store.close()
-            raise
+            stack.pop_all()
         return cls(
             group=group,
             weight_group=weight_group,
@@ -134,6 +114,55 @@ class Resources:
         self.kernels.close()
         if self.trace is not None and self.trace_path is not None:
             self.trace.write_chrome(self.trace_path)
+
+
+def _join(
+    config: ZeroConfig, device: torch.device, ledger: Ledger, stack: ExitStack
+) -> ProcessGroup:
+    group = ProcessGroup.create(
+        device=device, ledger=ledger, timeout_seconds=config.timeout_seconds
+    )
+    stack.callback(group.close)
+    return group
+
+
+def _make_kernels(config: ZeroConfig, group: ProcessGroup) -> Kernels:
+    threads = config.threads or _threads_of_a_rank(group)
+    try:
+        return Kernels(threads=threads, isa=config.instruction_set)
+    except ValueError as error:
+        raise ConfigError(f"instruction_set={config.instruction_set!r}: {error}") from error
+
+
+def _open_store(config: ZeroConfig, group: ProcessGroup, ledger: Ledger) -> NvmeStore | None:
+    """Open this rank's files; all ranks fail if one cannot."""
+    if not config.nvme_paths:
+        return None
+    store: NvmeStore | None = None
+    failure: Exception | None = None
+    try:
+        store = NvmeStore(
+            config.nvme_paths,
+            rank=group.rank,
+            limit=config.limit("nvme"),
+            engine=config.nvme_engine,
+            checksum=config.nvme_checksum,
+            ledger=ledger,
+        )
+    except Exception as error:  # noqa: BLE001 - told to the other ranks, then raised
+        failure = error
+    opened = torch.tensor([failure is None], dtype=torch.int64, device="cpu")
+    rows = group.exchange(opened, label="files of the nvme tier")
+    if failure is not None:
+        raise failure
+    failed = [rank for rank, row in enumerate(rows) if not int(row[0])]
+    if failed:
+        if store is not None:
+            store.close()
+        raise ConfigError(
+            f"nvme_path={config.nvme_path!r} could not be used on rank {', '.join(map(str, failed))}: see the error there"
+        )
+    return store
 
 
 def _threads_of_a_rank(group: ProcessGroup) -> int:

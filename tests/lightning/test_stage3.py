@@ -467,7 +467,6 @@ def lightnings_average(rank: int, size: int) -> None:
         assert_same(expected, fit(name, size, callbacks=callbacks()))
 
 
-@pytest.mark.xfail(strict=True, reason="full_params(writeback=True) misses writes through p.data")
 @pytest.mark.parametrize("size", SIZES)
 def test_lightnings_own_averaging_inside_full_params(size: int) -> None:
     ranks(size, lightnings_average)

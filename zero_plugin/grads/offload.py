@@ -25,7 +25,7 @@ from zero_plugin.sharding.partition import Block
 
 
 @dataclass(kw_only=True, slots=True)
-class _Shard:
+class Shard:
     """What one block holds."""
 
     low: Tensor
@@ -72,12 +72,13 @@ class GradientShards:
         self._backend = backend
         self._tier: Tier = tier
         self._gradient_dtype = gradient_dtype
-        self._shards: dict[int, _Shard] = {}
+        self._shards: dict[int, Shard] = {}
         self._blocks: dict[int, Block] = {}
         self._widest = 2
         self._staging: SlabPool | None = None
         kind = "device" if tier == "device" else "host"
         self._lane = backend.lane("gradients", kind)
+        self._fetches = backend.lane("fetch", "device")
 
     @property
     def tier(self) -> Tier:
@@ -109,7 +110,7 @@ class GradientShards:
             dtype = self.dtype(block)
             low = self._allocate(block.chunk, dtype)
             wide = low if dtype == torch.float32 else None
-            self._shards[block.index] = _Shard(low=low, wide=wide, in_wide=wide is not None)
+            self._shards[block.index] = Shard(low=low, wide=wide, in_wide=wide is not None)
             self._blocks[block.index] = block
 
     def arrive(self, block: Block, *, exact: bool) -> Arrival:
@@ -126,7 +127,7 @@ class GradientShards:
             return Arrival(chunk=lease.tensor(dtype, block.chunk), lease=lease, after=())
         shard.in_wide = dtype == torch.float32
         chunk = self._wide(block, shard) if shard.in_wide else shard.low
-        return Arrival(chunk=chunk, lease=None, after=_tickets(shard.ready))
+        return Arrival(chunk=chunk, lease=None, after=tickets_of(shard.ready))
 
     def commit(self, block: Block, arrival: Arrival, written: Ticket[Any], *, last: bool) -> None:
         """Count a contribution whose bytes are on their way.
@@ -146,16 +147,43 @@ class GradientShards:
             wide = self._promote(block, shard)
             shard.ready = self._lane.submit(
                 Accumulate(destination=wide, source=arrival.chunk),
-                after=(written, *_tickets(shard.ready)),
+                after=(written, *tickets_of(shard.ready)),
             )
             arrival.lease.release(after=shard.ready)
         if last:
-            self._start_norm(shard)
+            self._start_norm(block, shard)
 
     def chunk(self, block: Block) -> tuple[Tensor, tuple[Ticket[Any], ...]]:
         """A block's summed gradient and what to wait for before it is read."""
         shard = self._shards[block.index]
-        return self._current(shard), _tickets(shard.ready)
+        return self._current(shard), tickets_of(shard.ready)
+
+    def current_dtype(self, block: Block) -> torch.dtype:
+        """Dtype of a block's summed gradient."""
+        return self._current(self._shards[block.index]).dtype
+
+    def read_into(
+        self, block: Block, destination: Tensor, *, on_device: bool
+    ) -> tuple[Ticket[Any], ...]:
+        """Bring a block's summed gradient into `destination` [chunk], of `current_dtype`.
+
+        Args:
+            block: the block.
+            destination: in the memory that the update runs on.
+            on_device: whether that is the device's.
+        """
+        chunk, after = self.chunk(block)
+        return (
+            self._fetches.submit(
+                Copy(
+                    destinations=(destination,),
+                    sources=(chunk,),
+                    direction="host_to_device" if on_device else "device_to_host",
+                    label=f"fetch gradient of {block.name}",
+                ),
+                after=after,
+            ),
+        )
 
     def read_by(self, block: Block, ticket: Ticket[Any]) -> None:
         """Keep the chunk from being overwritten before `ticket` (a reader of it) has ended."""
@@ -176,7 +204,7 @@ class GradientShards:
             if shard.contributions == 0:
                 continue
             if shard.norm is None:
-                self._start_norm(shard)
+                self._start_norm(block, shard)
             if shard.norm is not None:
                 tickets.append(shard.norm)
         return merge_partials(
@@ -235,27 +263,28 @@ class GradientShards:
             self._staging.close()
             self._staging = None
 
-    def _start_norm(self, shard: _Shard) -> None:
+    def _start_norm(self, block: Block, shard: Shard) -> None:
+        del block
         shard.norm = self._lane.submit(
-            NormPartials(sources=(self._current(shard),)), after=_tickets(shard.ready)
+            NormPartials(sources=(self._current(shard),)), after=tickets_of(shard.ready)
         )
         shard.ready = shard.norm
 
     @staticmethod
-    def _current(shard: _Shard) -> Tensor:
+    def _current(shard: Shard) -> Tensor:
         return shard.wide if shard.in_wide and shard.wide is not None else shard.low
 
-    def _wide(self, block: Block, shard: _Shard) -> Tensor:
+    def _wide(self, block: Block, shard: Shard) -> Tensor:
         if shard.wide is None:
             self._budget.take(self._tier, block.chunk * 4)
             shard.wide = self._allocate(block.chunk, torch.float32)
         return shard.wide
 
-    def _promote(self, block: Block, shard: _Shard) -> Tensor:
+    def _promote(self, block: Block, shard: Shard) -> Tensor:
         wide = self._wide(block, shard)
         if not shard.in_wide:
             shard.ready = self._lane.submit(
-                Copy(destinations=(wide,), sources=(shard.low,)), after=_tickets(shard.ready)
+                Copy(destinations=(wide,), sources=(shard.low,)), after=tickets_of(shard.ready)
             )
             shard.in_wide = True
         return wide
@@ -286,5 +315,6 @@ class GradientShards:
         return self._staging
 
 
-def _tickets(ticket: Ticket[Any] | None) -> tuple[Ticket[Any], ...]:
+def tickets_of(ticket: Ticket[Any] | None) -> tuple[Ticket[Any], ...]:
+    """The ticket, or nothing, as what to wait for."""
     return () if ticket is None else (ticket,)

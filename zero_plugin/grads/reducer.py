@@ -371,7 +371,7 @@ class GradientReducer:
             Copy(
                 destinations=tuple(pair[0] for pair in pairs),
                 sources=tuple(pair[1] for pair in pairs),
-                direction="device_to_host" if self._shards.tier == "host" else None,
+                direction=None if self._shards.tier == "device" else "device_to_host",
                 label=f"offload {block.name}",
             ),
             after=after,

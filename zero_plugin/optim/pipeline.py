@@ -21,7 +21,7 @@ from zero_plugin.optim.plan import BlockPlan, StepPlan
 from zero_plugin.optim.rule import Rule
 from zero_plugin.optim.swap import SwappedStates, Tile
 from zero_plugin.runtime.backend import Backend
-from zero_plugin.runtime.buffers import Lease, SlabPool
+from zero_plugin.runtime.buffers import Lease, LeaseState, SlabPool
 from zero_plugin.runtime.memory import round_to_pages
 from zero_plugin.runtime.operations import Collective, Copy, Update
 from zero_plugin.runtime.ticket import Ticket
@@ -31,6 +31,8 @@ from zero_plugin.sharding.partition import Block, rebuild, unpack_pairs
 from zero_plugin.sharding.weights import WeightShards
 
 _SLABS = 2
+_SMALLEST = 64
+"""Bytes of a slab for a block without elements."""
 
 
 class StepPipeline:
@@ -70,7 +72,6 @@ class StepPipeline:
         self._buckets = buckets
         self._gathers = sharded and group.size > 1
         self._updates = backend.lane("update", self._tier)
-        self._fetch = backend.lane("fetch", "device")
         self._upload = backend.lane("upload", "device")
         self._collectives = backend.lane("collectives", "device")
         self._publish = backend.lane("publish", "device")
@@ -92,9 +93,15 @@ class StepPipeline:
     def _sizes(self, blocks: Sequence[Block]) -> tuple[int, int]:
         """Bytes of the largest low-precision chunk to write, and of the largest gradient to fetch."""
         outputs = [
-            block.chunk * block.dtype.itemsize for block in blocks if self._stages_output(block)
+            max(block.chunk * block.dtype.itemsize, _SMALLEST)
+            for block in blocks
+            if self._stages_output(block)
         ]
-        inputs = [block.chunk * 4 for block in blocks if self._gradients.tier != self._tier]
+        inputs = [
+            max(block.chunk * 4, _SMALLEST)
+            for block in blocks
+            if self._gradients.tier != self._tier
+        ]
         return max(outputs, default=0), max(inputs, default=0)
 
     def _stages_output(self, block: Block) -> bool:
@@ -155,9 +162,34 @@ class StepPipeline:
     def _run_block(
         self, plan: BlockPlan, hyper: Tensor, states: BlockStates, rule: Rule | None, clip: Clip
     ) -> Ticket[Any]:
+        leases: list[Lease] = []
+        try:
+            return self._issue_block(plan, hyper, states, rule, clip, leases)
+        except BaseException:
+            # What was not issued will not give its slabs back.
+            for lease in leases:
+                if lease.state in (LeaseState.HELD, LeaseState.IN_FLIGHT):
+                    lease.release()
+            raise
+
+    def _issue_block(
+        self,
+        plan: BlockPlan,
+        hyper: Tensor,
+        states: BlockStates,
+        rule: Rule | None,
+        clip: Clip,
+        leases: list[Lease],
+    ) -> Ticket[Any]:
         block = plan.block
         gradient, after, input_lease = self._gradient(block)
+        if input_lease is not None:
+            leases.append(input_lease)
         output, output_lease = self._output(states)
+        if output_lease is not None:
+            leases.append(output_lease)
+        if output is not None and self._keeps_some(plan):
+            after = (*after, *self._fill_output(block, output))
         if self._swap is not None and rule is not None and output is not None:
             fields = {
                 "positions": plan.positions,
@@ -191,6 +223,18 @@ class StepPipeline:
             after=(*after, self._backend.mark(f"step of {block.name}")),
         )
         return self._hand_over(plan, states, output, output_lease, updated, input_lease)
+
+    def _keeps_some(self, plan: BlockPlan) -> bool:
+        """Whether the block's new weights are written as a whole, but only some members change."""
+        absent = len(plan.positions) < len(plan.block.parameters)
+        return absent and plan.block.unit != RESIDENT and self._weights_tier == "nvme"
+
+    def _fill_output(self, block: Block, output: Tensor) -> tuple[Ticket[Any], ...]:
+        return (
+            ()
+            if self._weights is None
+            else self._weights.fill(block, output, on_device=self._tier == "device")
+        )
 
     def _tiles(self, plan: BlockPlan) -> Sequence[Tile]:
         """The tiles of a block that hold a present member, in this step's order."""
@@ -234,21 +278,17 @@ class StepPipeline:
         return states.tier == "device" and not self._gathers and low and resident
 
     def _gradient(self, block: Block) -> tuple[Tensor, tuple[Ticket[Any], ...], Lease | None]:
-        chunk, after = self._gradients.chunk(block)
-        if self._inputs is None:
+        if self._gradients.tier == self._tier or self._inputs is None:
+            chunk, after = self._gradients.chunk(block)
             return chunk, after, None
         lease = self._inputs.acquire(f"gradient of {block.name}")
-        here = lease.tensor(chunk.dtype, block.chunk)
-        fetched = self._fetch.submit(
-            Copy(
-                destinations=(here,),
-                sources=(chunk,),
-                direction="device_to_host" if self._tier == "host" else "host_to_device",
-                label=f"fetch gradient of {block.name}",
-            ),
-            after=after,
-        )
-        return here, (fetched,), lease
+        here = lease.tensor(self._gradients.current_dtype(block), block.chunk)
+        try:
+            fetched = self._gradients.read_into(block, here, on_device=self._tier == "device")
+        except BaseException:
+            lease.release()
+            raise
+        return here, fetched, lease
 
     def _output(self, states: BlockStates) -> tuple[Tensor | None, Lease | None]:
         """A low-precision chunk to write, where the master itself is not what is published."""
@@ -308,23 +348,33 @@ class StepPipeline:
         """Sharded weights: only the own shard is written; the next gather reads it."""
         block, weights = plan.block, states.weights
         source = output if output is not None else states.master
-        if self._weights is None or weights is None or source is None or source is weights:
+        if self._weights is not None and self._weights.tier == "nvme" and source is not None:
+            written = self._weights.write(
+                block, source, (updated,), on_device=self._tier == "device"
+            )
+        elif self._weights is None or weights is None or source is None or source is weights:
             written = updated
         else:
-            written = self._upload.submit(
-                Copy(
-                    destinations=tuple(block.own_view(weights, p) for p in plan.positions),
-                    sources=tuple(block.own_view(source, p) for p in plan.positions),
-                    direction="host_to_device" if self._tier == "host" else "device_to_host",
-                    label=f"upload shard of {block.name}",
-                ),
-                after=(updated,),
-            )
+            written = self._upload_shard(plan, weights, source, updated)
         if self._weights is not None:
             self._weights.written_by(block, written)
         if lease is not None:
             lease.release(after=written)
         return written
+
+    def _upload_shard(
+        self, plan: BlockPlan, weights: Tensor, source: Tensor, updated: Ticket[Any]
+    ) -> Ticket[Any]:
+        block = plan.block
+        return self._upload.submit(
+            Copy(
+                destinations=tuple(block.own_view(weights, p) for p in plan.positions),
+                sources=tuple(block.own_view(source, p) for p in plan.positions),
+                direction="host_to_device" if self._tier == "host" else "device_to_host",
+                label=f"upload shard of {block.name}",
+            ),
+            after=(updated,),
+        )
 
     def _publish_gathered(
         self,

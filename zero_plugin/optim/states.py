@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,9 +108,10 @@ class OptimizerStates:
     def _allocate(self, block: Block, fills: Sequence[float]) -> BlockStates:
         weights = None
         if self._weights is not None and block.unit != RESIDENT:
-            weights = self._weights.chunk(block)
+            weights = self._weights.snapshot(block)
+        stays = self._weights is None or self._weights.tier != "nvme"
         if self.swap is None:
-            return allocate_states(
+            states = allocate_states(
                 self._backend,
                 block,
                 self._tier,
@@ -117,6 +119,9 @@ class OptimizerStates:
                 weights=weights,
                 weights_tier=self._weights.tier if self._weights else "device",
             )
+            if not stays:
+                states.weights = None
+            return states
         count = len(fills) + 1
         self.swap.add_block(block, count)
         states = BlockStates(
@@ -140,15 +145,20 @@ class OptimizerStates:
                     master[inside].copy_(view[start - offset : stop - offset])
                     for other, fill in zip(others, fills, strict=True):
                         other[inside].fill_(fill)
+        if not stays:
+            states.weights = None
         return states
 
     @contextmanager
     def _here(self, states: BlockStates, *, write: bool) -> Generator[BlockStates]:
         """A block's states in memory, to look at or to change outside a step."""
-        if self.swap is None or not states.is_swapped:
-            yield states
-            return
         block = states.block
+        weights = states.weights
+        if self._weights is not None and weights is None and block.unit != RESIDENT:
+            weights = self._weights.snapshot(block)
+        if self.swap is None or not states.is_swapped:
+            yield replace(states, weights=weights)
+            return
         whole = [
             torch.zeros(block.chunk, dtype=torch.float32, device="cpu")
             for _ in range(states.num_swapped)
@@ -162,7 +172,7 @@ class OptimizerStates:
             tier="host",
             master=whole[0],
             states=tuple(whole[1:]),
-            weights=states.weights,
+            weights=weights,
         )
         if write:
             for tile in self.swap.tiles(block):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,9 @@ PAGE = mmap.PAGESIZE
 
 # Below this size a mapping of its own wastes more than it gives.
 _MAP_FROM_BYTES = 8 * PAGE
+
+_DONT_NEED = 4
+"""MADV_DONTNEED of Linux; on a shared mapping of a file nothing is lost."""
 
 
 def allocate_host(nbytes: int) -> Tensor:
@@ -36,6 +41,31 @@ def allocate_host(nbytes: int) -> Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     pages = map_pages(nbytes)
     return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def allocate_file(folder: str | Path, nbytes: int) -> Tensor:
+    """Memory that is a file without a name in `folder`: the system writes it to disk and takes its pages at will.
+
+    Returns:
+        A one-dimensional uint8 CPU tensor; the file goes with it.
+
+    Raises:
+        OSError: the folder does not take a file of this size.
+    """
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="zero-plugin-build-") as file:
+        # A write through a mapping cannot report a full disk: the room is taken first.
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        else:
+            file.truncate(nbytes)
+        return torch.from_file(file.name, shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
+
+
+def forget_pages(buffer: Tensor) -> None:
+    """Let go of the resident pages of an `allocate_file` tensor; what they hold stays in the file."""
+    advise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+    if advise is not None:
+        advise(ctypes.c_void_p(buffer.data_ptr()), ctypes.c_size_t(buffer.nbytes), _DONT_NEED)
 
 
 def map_pages(nbytes: int) -> ctypes.Array[ctypes.c_uint8]:

@@ -35,6 +35,8 @@ from zero_plugin.sharding.weights import WeightShards
 
 Phase = Literal["forward", "evaluation", "backward"]
 _END = "end of backward"
+_READ_AHEAD = 2
+"""Units beyond those gathered ahead whose shards are read from files: read i+3, upload i+2, gather i+1."""
 _UNPLACED = -1.0
 """Anchor of a unit that recomputation brought here: which call of the backward it serves is not known yet."""
 
@@ -354,6 +356,7 @@ class UnitGatherer:
         for unit in self.units:
             if unit.holds == 0:
                 self.release(unit)
+        self._shards.forget_ahead()
 
     def reset(self) -> None:
         """After an exception: forget calls and holds, release everything, whatever state it is in."""
@@ -402,25 +405,34 @@ class UnitGatherer:
         self._await(unit)
 
     def _look_ahead(self, current: Unit) -> None:
+        wanted = self._wanted_after(current)
+        soon, later = wanted[: self._depth], wanted[self._depth : self._depth + _READ_AHEAD]
+        limit = self._ahead_limit
+        if limit is None:
+            limit = self._depth * self.largest_unit_bytes
+        for unit in self.units:
+            if unit.foreseen and unit not in soon:
+                self.release(unit)
+        ahead = sum(unit.nbytes for unit in self.units if unit.foreseen)
+        for unit in soon:
+            if unit.is_released and ahead + unit.nbytes <= limit:
+                self._gather(unit)
+                unit.foreseen = True
+                ahead += unit.nbytes
+        for unit in later:
+            if unit.is_released:
+                self._shards.read_ahead(unit.blocks)
+
+    def _wanted_after(self, current: Unit) -> list[Unit]:
+        """The units that will be needed next, in order, up to the end of the backward."""
         wanted: list[Unit] = []
-        for event in self._predictor.predict(2 * self._depth + 1) if self._depth else ():
+        for event in self._predictor.predict(2 * self._depth + 1 + _READ_AHEAD):
             if not isinstance(event, tuple):
                 break
             unit = self.units[event[0]]
             if unit is not current and unit not in wanted:
                 wanted.append(unit)
-        limit = self._ahead_limit
-        if limit is None:
-            limit = self._depth * self.largest_unit_bytes
-        for unit in self.units:
-            if unit.foreseen and unit not in wanted[: self._depth]:
-                self.release(unit)
-        ahead = sum(unit.nbytes for unit in self.units if unit.foreseen)
-        for unit in wanted[: self._depth]:
-            if unit.is_released and ahead + unit.nbytes <= limit:
-                self._gather(unit)
-                unit.foreseen = True
-                ahead += unit.nbytes
+        return wanted
 
     def _is_next(self, unit: Unit) -> bool:
         """Whether the unit will be needed again before any other: then it stays."""
@@ -460,20 +472,23 @@ class UnitGatherer:
 
     def _copy_block(self, block: Block, start: Ticket[Any]) -> Ticket[Any]:
         """One rank: its shard is everything."""
-        shard = self._shards.chunk(block)
-        return self._fetch.submit(
+        shard = self._shards.fetch(block)
+        positions = range(len(block.parameters))
+        fetched = self._fetch.submit(
             Copy(
                 destinations=tuple(member.alias for member in block.parameters),
-                sources=tuple(block.own_view(shard, i) for i in range(len(block.parameters))),
+                sources=tuple(block.own_view(shard.chunk, i) for i in positions),
                 direction=self._direction,
                 label=f"fetch weights of {block.name}",
             ),
-            after=(start, *self._shards.ready(block)),
+            after=(start, *shard.after),
         )
+        shard.release(after=fetched)
+        return fetched
 
     def _gather_block(self, block: Block, start: Ticket[Any]) -> Ticket[Any]:
-        shard = self._shards.chunk(block)
-        ready = (start, *self._shards.ready(block))
+        fetched_from = self._shards.fetch(block)
+        shard, ready = fetched_from.chunk, (start, *fetched_from.after)
         own = None
         if self._chunks is not None:
             own = self._chunks.acquire(f"own weights of {block.name}")
@@ -487,6 +502,7 @@ class UnitGatherer:
                 ),
                 after=ready,
             )
+            fetched_from.release(after=fetched)
             shard, ready = here, (fetched,)
         shards = block.layout.shards
         lease = self._pool().acquire(f"weights of {block.name}")

@@ -218,7 +218,11 @@ class UnitKeeper(Protocol):
     """Gathers and releases units (`zero_plugin.sharding.gather`)."""
 
     saver: Any
-    members: Mapping[int, tuple[Any, ManagedParameter]]
+
+    @property
+    def members(self) -> Mapping[int, tuple[Any, ManagedParameter]]:
+        """Units and parameters by the identity of the parameter's memory."""
+        ...
 
     @property
     def current_call(self) -> Any:

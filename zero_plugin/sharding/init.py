@@ -23,7 +23,7 @@ from typing_extensions import Self
 
 from zero_plugin.config import ZeroConfig
 from zero_plugin.errors import ConfigError, EngineStateError, ParameterError
-from zero_plugin.runtime.memory import allocate_host, trim_heap
+from zero_plugin.runtime.memory import allocate_file, allocate_host, forget_pages, trim_heap
 from zero_plugin.sharding.group import ProcessGroup
 from zero_plugin.sharding.guard import ReleasedParameter, is_metadata, name_of, tensors_in
 from zero_plugin.sharding.layout import cut
@@ -39,6 +39,9 @@ from zero_plugin.trace import Ledger
 
 _PIECE = 1 << 18
 """Elements that are gathered at once, of all ranks' slices together."""
+
+_FILE_FROM = 1 << 16
+"""Bytes of a slice from which it lies in a file, where weights do."""
 
 _TRIM_FROM = 1 << 20
 """Freed bytes below which nothing is given back."""
@@ -513,6 +516,8 @@ class ShardedBuild:
         return self._store(flat.narrow(0, part.start, part.numel), data.device)
 
     def _stays(self, data: Tensor) -> bool:
+        if self._config.params == "nvme":
+            return _nbytes(data) < _FILE_FROM
         return data.device.type == "cpu" or self._config.params == "device"
 
     def _store(self, part: Tensor, device: torch.device) -> Tensor:
@@ -520,9 +525,16 @@ class ShardedBuild:
         if device.type != "cpu" and self._config.params == "device":
             return part.to(device, copy=True)
         nbytes = part.numel() * part.element_size()
-        raw = allocate_host(max(nbytes, 64))
+        in_file = self._config.params == "nvme" and nbytes >= _FILE_FROM
+        raw = (
+            allocate_file(self._config.nvme_paths[0], nbytes)
+            if in_file
+            else allocate_host(max(nbytes, 64))
+        )
         own = raw[:nbytes].view(part.dtype)
         own.copy_(part)
+        if in_file:
+            forget_pages(raw)
         return own
 
     def _record(self, part: Tensor, place: str) -> Precut:

@@ -18,8 +18,10 @@ from zero_plugin.sharding.hooks import UnitHooks
 from zero_plugin.sharding.parameters import FROZEN, ManagedParameter
 from zero_plugin.sharding.partition import Block, ShardPlace, form_blocks
 from zero_plugin.sharding.precut import check_same_ranks, precut_of
+from zero_plugin.sharding.swapped_weights import SwappedWeights
 from zero_plugin.sharding.units import ModelPlan, plan_units
 from zero_plugin.sharding.weights import WeightShards
+from zero_plugin.store.store import NvmeStore
 
 _FIRST_FROZEN = 1 << 20
 """Index of the first block of frozen parameters: they are no blocks of the optimizer's."""
@@ -33,11 +35,13 @@ class WeightNeeds:
         shards: in the tier of the weights.
         staging: on the device.
         gathered: most bytes of full weights on the device at once.
+        host_staging: in host memory, for shards on their way from files.
     """
 
     shards: int
     staging: int
     gathered: int
+    host_staging: int
 
 
 class ShardedModel:
@@ -50,9 +54,10 @@ class ShardedModel:
         place: over how many ranks weights are cut.
         config: tier and prefetch.
         before_unpack: called before a weight is unpacked inside a backward.
+        store: where the shards lie if on NVMe, else None.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - the parts it connects
         self,
         model: nn.Module,
         backend: Backend,
@@ -60,12 +65,17 @@ class ShardedModel:
         place: ShardPlace,
         config: ZeroConfig,
         before_unpack: Callable[[], None],
+        store: NvmeStore | None = None,
     ) -> None:
         self._place = place
         self._limit = config.bucket_size
         self._depth = config.prefetch_units
         self._plan: ModelPlan = plan_units(model, persist_below=config.persist_below)
-        self.shards = WeightShards(backend, config.params)
+        self.shards = (
+            WeightShards(backend, config.params)
+            if store is None
+            else SwappedWeights(backend, store, buffer_bytes=config.nvme_buffer_size)
+        )
         """This rank's part of the weights."""
         self.gatherer = UnitGatherer(
             backend,
@@ -201,7 +211,10 @@ class ShardedModel:
         # Two more than what is gathered ahead: the unit in use, and one that holds tied weights or the root's.
         gathered = sum(sorted(sizes, reverse=True)[: self._depth + 2])
         return WeightNeeds(
-            shards=shards + frozen, staging=self.gatherer.staging_bytes, gathered=gathered
+            shards=shards + frozen,
+            staging=self.gatherer.staging_bytes,
+            gathered=gathered,
+            host_staging=self.shards.planned(trainable),
         )
 
     def close(self, *, restore: bool) -> None:
@@ -255,17 +268,29 @@ class ShardedModel:
                 for member in block.parameters
                 if member.moved or member.parameter._version != self._version(unit, member)
             ]
-            names += [member.name for member in changed]
-            if not writeback:
-                for member in changed:
-                    member.restore_data()
-            elif changed:
+            if writeback:
                 for member in changed:
                     self._adopt(member)
+                changed = self._differing(block)
+            names += [member.name for member in changed]
+            if changed and writeback:
                 self.shards.cut(block)
                 written.update(member.index for member in changed if member.optimizer != FROZEN)
         unit.versions = [member.parameter._version for member in unit.members]
         return names
+
+    def _differing(self, block: Block) -> list[ManagedParameter]:
+        """Members whose slices here differ from the shard: writes through `Parameter.data` move no version."""
+        chunk = self.shards.snapshot(block)
+        found: list[ManagedParameter] = []
+        for position, member in enumerate(block.parameters):
+            part = block.own_slice(position)
+            now = member.alias.narrow(0, part.start, part.numel)
+            # As bytes, so that a NaN is equal to itself and -0 is not 0.
+            before = block.own_view(chunk, position).view(torch.uint8)
+            if not torch.equal(now.to(chunk.device).view(torch.uint8), before):
+                found.append(member)
+        return found
 
     @staticmethod
     def _version(unit: Unit, member: ManagedParameter) -> int:

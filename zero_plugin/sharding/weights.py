@@ -7,17 +7,39 @@ from every rank's tier at once (bandwidth-centric partitioning, ZeRO-Infinity, S
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zero_plugin.config import Tier
 from zero_plugin.errors import EngineStateError
 from zero_plugin.runtime.backend import Backend, Ticket
+from zero_plugin.runtime.buffers import Lease
 from zero_plugin.runtime.memory import trim_heap
 from zero_plugin.sharding.partition import Block
 from zero_plugin.sharding.precut import take_part
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """One block's chunk, to be read.
+
+    Attributes:
+        chunk: the block's dtype, on the device or in host memory.
+        after: what must have ended before it is read.
+        lease: of the slab it passes through, or None.
+    """
+
+    chunk: Tensor
+    after: tuple[Ticket[Any], ...]
+    lease: Lease | None = None
+
+    def release(self, after: Ticket[Any] | None = None) -> None:
+        """It is not needed any more once `after` has ended."""
+        if self.lease is not None:
+            self.lease.release(after=after)
 
 
 _TRIM_FROM = 1 << 20
@@ -54,6 +76,10 @@ class WeightShards:
             )
             raw.zero_()
             chunk = self._chunks[block.index] = raw[:nbytes].view(block.dtype)
+        self._fill(block, chunk)
+
+    @staticmethod
+    def _fill(block: Block, chunk: Tensor) -> None:
         freed = 0
         for position, member in enumerate(block.parameters):
             part = block.own_slice(position)
@@ -88,6 +114,51 @@ class WeightShards:
         """What must have ended before a chunk is read."""
         ticket = self._written.get(block.index)
         return () if ticket is None else (ticket,)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of host slabs that chunks pass through."""
+        return 0
+
+    def planned(self, blocks: Sequence[Block]) -> int:
+        """Bytes of host slabs with these blocks."""
+        del blocks
+        return 0
+
+    def fetch(self, block: Block) -> Shard:
+        """A block's chunk for a gather."""
+        return Shard(chunk=self.chunk(block), after=self.ready(block))
+
+    def read_ahead(self, blocks: Sequence[Block]) -> None:
+        """Blocks that will be fetched soon."""
+
+    def forget_ahead(self) -> None:
+        """The weights change: what was read ahead is stale."""
+
+    def snapshot(self, block: Block) -> Tensor:
+        """A block's chunk to look at on the host's thread, finished; here the chunk itself."""
+        for ticket in self.ready(block):
+            ticket.wait()
+        return self.chunk(block)
+
+    def fill(
+        self, block: Block, chunk: Tensor, *, on_device: bool = False
+    ) -> tuple[Ticket[Any], ...]:
+        """Bring a block's present weights into `chunk`, on the device or in host memory, where they lie in a file."""
+        del block, chunk, on_device
+        return ()
+
+    def write(
+        self,
+        block: Block,
+        chunk: Tensor,
+        after: Sequence[Ticket[Any]],
+        *,
+        on_device: bool = False,
+    ) -> Ticket[Any]:
+        """Replace a block's weights by `chunk`, on the device or in host memory, where they lie in a file."""
+        del chunk, after, on_device
+        raise EngineStateError(f"the weights of {block.name} lie in memory: write there")
 
     def written_by(self, block: Block, ticket: Ticket[Any]) -> None:
         """The chunk is complete when `ticket` has ended."""

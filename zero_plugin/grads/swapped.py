@@ -1,0 +1,249 @@
+"""Reduced gradients on NVMe: every contribution passes through a slab of host memory on its way to the file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from zero_plugin.budget import Budget
+from zero_plugin.grads.offload import Arrival, GradientShards, Shard, tickets_of
+from zero_plugin.runtime.backend import Backend, Ticket
+from zero_plugin.runtime.buffers import SlabPool
+from zero_plugin.runtime.io import Read, Write
+from zero_plugin.runtime.memory import round_to_pages
+from zero_plugin.runtime.operations import Accumulate, Copy, NormPartials
+from zero_plugin.sharding.partition import Block
+from zero_plugin.store.store import NvmeStore
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from zero_plugin.store.layout import Extent
+
+_SLABS = 4
+"""One is filled while another is written; adding up takes the old sum, its wider copy and the new part."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Files:
+    """One block's file space, and which of it holds the present sum."""
+
+    low: Extent
+    wide: Extent | None = None
+    dtype: torch.dtype = torch.float32
+
+
+class SwappedGradients(GradientShards):
+    """Gradient chunks in files.
+
+    Args:
+        backend: lanes and memory.
+        store: the files.
+        gradient_dtype: dtype of a contribution, or None for the parameter's own.
+        budget: asked before slabs are made wider, for accumulation.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        store: NvmeStore,
+        gradient_dtype: torch.dtype | None,
+        budget: Budget,
+    ) -> None:
+        super().__init__(backend, "nvme", gradient_dtype, budget)
+        self._store = store
+        self._files: dict[int, _Files] = {}
+        self._reads = backend.lane("read gradients", "host")
+        self._writes = backend.lane("write gradients", "host")
+        self._uploads = backend.lane("fetch", "device")
+
+    @property
+    @override
+    def gradient_bytes(self) -> int:
+        return sum(
+            files.low.padded + (0 if files.wide is None else files.wide.padded)
+            for files in self._files.values()
+        )
+
+    def planned(self, blocks: Sequence[Block]) -> int:
+        """Bytes of host slabs with these blocks."""
+        largest = max((b.chunk * self.dtype(b).itemsize for b in blocks), default=0)
+        return _SLABS * round_to_pages(largest)
+
+    @override
+    def add_blocks(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            dtype = self.dtype(block)
+            self._files[block.index] = _Files(
+                low=self._store.reserve(block.chunk * dtype.itemsize, f"gradients of {block.name}"),
+                dtype=dtype,
+            )
+            nothing = torch.empty(0, dtype=dtype, device="cpu")
+            self._shards[block.index] = Shard(low=nothing, wide=None, in_wide=False)
+            self._blocks[block.index] = block
+            self._widest = max(self._widest, dtype.itemsize)
+
+    @override
+    def arrive(self, block: Block, *, exact: bool) -> Arrival:
+        dtype = torch.float32 if exact else self.dtype(block)
+        # Adding up needs fp32 slabs; they are made wider here, where none is held.
+        adds = self._shards[block.index].contributions > 0
+        pool = self._staging_pool(torch.float32 if adds else dtype)
+        lease = pool.acquire(f"gradient of {block.name}")
+        return Arrival(chunk=lease.tensor(dtype, block.chunk), lease=lease, after=())
+
+    @override
+    def commit(self, block: Block, arrival: Arrival, written: Ticket[Any], *, last: bool) -> None:
+        shard, files = self._shards[block.index], self._files[block.index]
+        source, lease, ready = arrival.chunk, arrival.lease, written
+        if shard.contributions:
+            pool = self._staging_pool(torch.float32)
+            wide_lease = pool.acquire(f"sum of gradients of {block.name}")
+            wide = wide_lease.tensor(torch.float32, block.chunk)
+            old = self._read_wide(block, wide)
+            ready = self._lane.submit(
+                Accumulate(destination=wide, source=arrival.chunk), after=(written, *old)
+            )
+            if lease is not None:
+                lease.release(after=ready)
+            source, lease = wide, wide_lease
+        shard.contributions += 1
+        files.dtype = source.dtype
+        shard.norm = None
+        held: list[Ticket[Any]] = []
+        if last:
+            shard.norm = self._lane.submit(NormPartials(sources=(source,)), after=(ready,))
+            held.append(shard.norm)
+        shard.ready = self._write(block, source, (ready, *tickets_of(shard.ready)))
+        held.append(shard.ready)
+        if lease is not None:
+            lease.release(after=held)
+
+    @override
+    def chunk(self, block: Block) -> tuple[Tensor, tuple[Ticket[Any], ...]]:
+        """A copy of a block's summed gradient in host memory, to look at."""
+        files = self._files[block.index]
+        lease = self._staging_pool(files.dtype).acquire(f"gradient of {block.name}")
+        here = lease.tensor(files.dtype, block.chunk)
+        self._read(block, here).wait()
+        copy = here.clone()
+        lease.release()
+        return copy, ()
+
+    @override
+    def current_dtype(self, block: Block) -> torch.dtype:
+        return self._files[block.index].dtype
+
+    @override
+    def read_into(
+        self, block: Block, destination: Tensor, *, on_device: bool
+    ) -> tuple[Ticket[Any], ...]:
+        if not on_device:
+            return (self._read(block, destination),)
+        lease = self._staging_pool(destination.dtype).acquire(f"gradient of {block.name}")
+        here = lease.tensor(destination.dtype, block.chunk)
+        uploaded = self._uploads.submit(
+            Copy(
+                destinations=(destination,),
+                sources=(here,),
+                direction="host_to_device",
+                label=f"fetch gradient of {block.name}",
+            ),
+            after=(self._read(block, here),),
+        )
+        lease.release(after=uploaded)
+        return (uploaded,)
+
+    @override
+    def zero_member(self, block: Block, position: int) -> None:
+        shard, files = self._shards[block.index], self._files[block.index]
+        lease = self._staging_pool(files.dtype).acquire(f"gradient of {block.name}")
+        here = lease.tensor(files.dtype, block.chunk)
+        self._read(block, here).wait()
+        block.own_view(here, position).zero_()
+        shard.norm = None
+        shard.ready = self._write(block, here, tickets_of(shard.ready))
+        lease.release(after=shard.ready)
+
+    # Inside ------------------------------------------------------------------------------------------------------
+
+    @override
+    def _start_norm(self, block: Block, shard: Shard) -> None:
+        files = self._files[block.index]
+        lease = self._staging_pool(files.dtype).acquire(f"gradient of {block.name}")
+        here = lease.tensor(files.dtype, block.chunk)
+        shard.norm = self._lane.submit(
+            NormPartials(sources=(here,)), after=(self._read(block, here),)
+        )
+        lease.release(after=shard.norm)
+
+    def _read_wide(self, block: Block, wide: Tensor) -> tuple[Ticket[Any], ...]:
+        """The present sum in fp32."""
+        files = self._files[block.index]
+        if files.dtype == torch.float32:
+            return (self._read(block, wide),)
+        lease = self._staging_pool(torch.float32).acquire(f"gradient of {block.name}")
+        low = lease.tensor(files.dtype, block.chunk)
+        widened = self._lane.submit(
+            Copy(destinations=(wide,), sources=(low,)), after=(self._read(block, low),)
+        )
+        lease.release(after=widened)
+        return (widened,)
+
+    def _extent(self, block: Block, dtype: torch.dtype) -> Extent:
+        files = self._files[block.index]
+        if dtype == self.dtype(block):
+            return files.low
+        if files.wide is None:
+            files.wide = self._store.reserve(
+                block.chunk * dtype.itemsize, f"summed gradients of {block.name}"
+            )
+        return files.wide
+
+    def _read(self, block: Block, destination: Tensor) -> Ticket[Any]:
+        return self._reads.submit(
+            Read(
+                store=self._store,
+                extent=self._extent(block, destination.dtype),
+                offset=0,
+                destination=destination,
+                label=f"read gradient of {block.name}",
+            ),
+            after=tickets_of(self._shards[block.index].ready),
+        )
+
+    def _write(self, block: Block, source: Tensor, after: Sequence[Ticket[Any]]) -> Ticket[Any]:
+        return self._writes.submit(
+            Write(
+                store=self._store,
+                extent=self._extent(block, source.dtype),
+                offset=0,
+                source=source,
+                label=f"write gradient of {block.name}",
+            ),
+            after=after,
+        )
+
+    @override
+    def _staging_pool(self, dtype: torch.dtype) -> SlabPool:
+        widest = max(self._widest, dtype.itemsize)
+        if self._staging is None or widest > self._widest:
+            self._widest = widest
+            largest = max(block.chunk for block in self._blocks.values()) * widest
+            if self._staging is not None:
+                self._staging.close()
+                self._staging = None
+            self._budget.take("host", _SLABS * round_to_pages(largest))
+            self._staging = SlabPool(
+                name="gradients on their way",
+                backend=self._backend,
+                slab_bytes=largest,
+                slabs=_SLABS,
+                memory="host",
+                setting="bucket_bytes",
+            )
+        return self._staging
