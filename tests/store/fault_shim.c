@@ -172,7 +172,9 @@ long syscall(long number, ...) {
   if (ring) change_completions(ring);
   if (number == __NR_io_uring_setup && result > 0) {
     for (int i = 0; i < MAX_RINGS; ++i) {
-      if (rings[i].fd != 0) continue;
+      // A closed ring's number may be given to a new one.
+      if (rings[i].fd != 0 && rings[i].fd != (int)result) continue;
+      memset(&rings[i], 0, sizeof rings[i]);
       rings[i].fd = (int)result;
       memcpy(&rings[i].params, (void*)a[1], sizeof rings[i].params);
       break;
