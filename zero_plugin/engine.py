@@ -416,6 +416,8 @@ class ZeroEngine:
 
     def keep_states(self) -> KeptStates:
         """The optimizer states, to read after `close`: call it right before."""
+        if self._swap is not None:
+            self._swap.keep_files()
         return KeptStates(
             self._states,
             size=self._resources.group.size if self.config.shards_optimizer else 1,

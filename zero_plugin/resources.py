@@ -109,7 +109,7 @@ class Resources:
         if self.weight_group is not None:
             self.weight_group.close()
         self.backend.close()
-        if self.store is not None:
+        if self.store is not None and not self.store.is_kept:
             self.store.close()
         self.kernels.close()
         if self.trace is not None and self.trace_path is not None:

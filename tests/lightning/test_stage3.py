@@ -6,6 +6,7 @@ That losses and weights are those of DDP is in `test_fit.py` and `test_precision
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import threading
 from pathlib import Path
@@ -576,3 +577,45 @@ def built_in_shards(rank: int, size: int, folder: Path) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_configure_model_may_build_straight_into_shards(size: int, tmp_path: Path) -> None:
     ranks(size, built_in_shards, tmp_path)
+
+
+# ------------------------------------------------------------------ files
+
+
+def infinity(rank: int, size: int, folder: str) -> None:
+    """All states in files: the bits of stage 2, and a checkpoint that is saved after the fit, when the engine is gone."""
+    from zero_plugin.integrations.lightning import ZeroOffloadStrategy
+
+    def strategy() -> Any:
+        tiers = {"params": "nvme", "optimizer": "nvme", "gradients": "nvme"}
+        return ZeroOffloadStrategy(stage=3, **tiers, nvme_path=folder)
+
+    module = module_class_of_adamw
+    expected, found = (
+        fit(chosen, size, module=module, accumulate_grad_batches=2, gradient_clip_val=0.1)
+        for chosen in ("zero_2", strategy())
+    )
+    assert_same(expected, found)
+    paths = [Path(folder) / name for name in ("two.ckpt", "infinity.ckpt")]
+    for path, run in zip(paths, (expected, found), strict=True):
+        run.trainer.save_checkpoint(path)
+    if rank == 0:
+        two, infinite = (torch.load(path, weights_only=False) for path in paths)
+        for one, other in zip(two["optimizer_states"], infinite["optimizer_states"], strict=True):
+            for number, state in one["state"].items():
+                for key, value in state.items():
+                    assert torch.equal(value, other["state"][number][key]), key
+    # The files go with the last reference to the states that were kept.
+    del expected, found, run
+    gc.collect()
+    if rank == 0:
+        assert not any("rank0" in path.name for path in Path(folder).iterdir())
+
+
+def module_class_of_adamw(pl: Any) -> Any:
+    return module_class(pl)(optimizer="AdamW")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_states_in_files_have_the_bits_of_stage_2(size: int, tmp_path: Path) -> None:
+    ranks(size, infinity, str(tmp_path))

@@ -42,8 +42,8 @@ class KeptStates:
                 states.master = None if states.master is None else states.master.cpu()
 
     def holds(self, optimizer: Optimizer) -> bool:
-        """Whether the states of this optimizer are here; states on NVMe went with the engine."""
-        return any(item.optimizer is optimizer and item.swap is None for item in self._states)
+        """Whether the states of this optimizer are here."""
+        return any(item.optimizer is optimizer for item in self._states)
 
     def state_dict(self, optimizer: Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
         """What the engine's `optimizer_state_dict` would return; a collective.
@@ -56,7 +56,7 @@ class KeptStates:
             EngineStateError: the optimizer is unknown, or the default process group has gone or changed.
         """
         item = next((item for item in self._states if item.optimizer is optimizer), None)
-        if item is None or item.swap is not None:
+        if item is None:
             raise EngineStateError(
                 f"no states of this {type(optimizer).__name__} were kept: save it before the engine closes"
             )

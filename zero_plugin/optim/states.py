@@ -19,7 +19,7 @@ from zero_plugin.optim.plan import StepPlan, plan_step
 from zero_plugin.optim.rule import Rule, rule_for, unsupported_option, why_not
 from zero_plugin.optim.swap import SwappedStates
 from zero_plugin.runtime.backend import Backend
-from zero_plugin.sharding.parameters import RESIDENT
+from zero_plugin.sharding.parameters import RESIDENT, ManagedParameter
 from zero_plugin.sharding.partition import Block
 from zero_plugin.sharding.weights import WeightShards
 
@@ -154,7 +154,8 @@ class OptimizerStates:
         """A block's states in memory, to look at or to change outside a step."""
         block = states.block
         weights = states.weights
-        if self._weights is not None and weights is None and block.unit != RESIDENT:
+        lies_elsewhere = weights is None and block.unit != RESIDENT
+        if self._weights is not None and lies_elsewhere and not self._weights.closed:
             weights = self._weights.snapshot(block)
         if self.swap is None or not states.is_swapped:
             yield replace(states, weights=weights)
@@ -223,11 +224,17 @@ class OptimizerStates:
             positions = [
                 position
                 for position, member in enumerate(states.block.parameters)
-                if member.index in changed
+                if member.index in changed and self._has_weights(states, member)
             ]
             if positions:
                 with self._here(states, write=True) as here:
                     self._import_members(here, positions)
+
+    def _has_weights(self, states: BlockStates, member: ManagedParameter) -> bool:
+        """Whether a member's weights can be read: after the end they may have been left sharded, or gone."""
+        if states.weights is not None or (self._weights is not None and not self._weights.closed):
+            return True
+        return member.alias.untyped_storage().nbytes() >= member.nbytes
 
     @staticmethod
     def _import_members(states: BlockStates, positions: Sequence[int]) -> None:

@@ -290,7 +290,10 @@ class SwappedStates:
                 cached.ready.wait()
             yield tile.parts(cached.region)
             return
-        lease = self._slabs().acquire(f"states of {tile.block.name}")
+        if self._pool is None:
+            yield from self._opened_alone(tile, write=write)
+            return
+        lease = self._pool.acquire(f"states of {tile.block.name}")
         moving: list[Ticket[Any]] = []
         try:
             region = lease.tensor(torch.uint8, tile.nbytes)
@@ -306,6 +309,20 @@ class SwappedStates:
         finally:
             # An interrupted wait leaves the disk at work on the slab.
             lease.release(after=moving)
+
+    def _opened_alone(self, tile: Tile, *, write: bool) -> Generator[list[Tensor]]:
+        """The same once the engine is closed: no lanes, no slabs; only where the files were kept."""
+        region = torch.empty(tile.nbytes, dtype=torch.uint8, device="cpu")
+        self._store.read(tile.extent, tile.offset, region)
+        yield tile.parts(region)
+        if write:
+            self._store.write(tile.extent, tile.offset, region)
+
+    def keep_files(self) -> None:
+        """Have the files outlive the engine, for states that are saved later; they go with the last reference."""
+        self.forget_cache()
+        self._backend.drain()
+        self._store.is_kept = True
 
     def begin_step(self, tiles: Sequence[Tile]) -> None:
         """Turn the order of an optimizer's tiles round.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_plugin.config import ZeroConfig
-from zero_plugin.errors import ParameterError
+from zero_plugin.errors import ParameterError, ZeroError
 from zero_plugin.runtime.backend import Backend
 from zero_plugin.sharding.gather import Unit, UnitGatherer
 from zero_plugin.sharding.group import ProcessGroup
@@ -224,7 +225,15 @@ class ShardedModel:
             restore: leave plain parameters with their full weights; a collective.
         """
         self._hooks.remove()
-        self.gatherer.close(restore=restore)
+        try:
+            self.gatherer.close(restore=restore)
+        except ZeroError as error:
+            # What broke the run has been raised already; this must not hide it.
+            logging.getLogger(__name__).warning(
+                "the full weights could not be brought back (%s): the parameters stay sharded, and raise when they are used",
+                error,
+            )
+            self.gatherer.close(restore=False)
         self.shards.close()
 
     # Inside ------------------------------------------------------------------------------------------------------

@@ -60,6 +60,8 @@ class WeightShards:
         self._written: dict[int, Ticket[Any]] = {}
         self.tier: Tier = tier
         """Where the chunks lie."""
+        self.closed = False
+        """Whether `close` was called."""
 
     @property
     def nbytes(self) -> int:
@@ -166,5 +168,6 @@ class WeightShards:
 
     def close(self) -> None:
         """Free everything."""
+        self.closed = True
         self._chunks.clear()
         self._written.clear()

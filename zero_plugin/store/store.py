@@ -155,6 +155,8 @@ class NvmeStore:
         checksum: bool = False,
         ledger: Ledger | None = None,
     ) -> None:
+        self.is_kept = False
+        """True where the files outlive who opened the store: they go with the last reference to it."""
         self._limit = limit
         self._ledger = ledger
         self._lock = threading.Lock()
