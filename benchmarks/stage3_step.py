@@ -1,0 +1,151 @@
+"""A whole training step with sharded parameters: stage 3 against FSDP2 (`fully_shard`), same model, on gloo.
+
+Both sides run on the same ranks, step by step in turn, so that a drift of the machine's speed hits both; the figure is the
+median of the per-pair ratios. FSDP2 shards each block and the root, with torch's fused AdamW where it takes sharded
+parameters.
+
+    python benchmarks/stage3_step.py --processes 2 --parameters 30e6
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _report import Report, write_json
+from whole_step import Model
+
+from zero_plugin import ZeroConfig, ZeroEngine
+
+
+class Fsdp:
+    """torch's own sharding of parameters, block by block."""
+
+    def __init__(self, model: Any) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step(self, tokens: Tensor) -> tuple[float, float]:
+        """One step; its seconds and its loss."""
+        dist.barrier()
+        start = time.perf_counter()
+        loss = self.model(tokens)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - start, loss.item()
+
+
+class Ours:
+    """Stage 3."""
+
+    def __init__(self, model: nn.Module, tier: Any) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        config = ZeroConfig(stage=3, params=tier, optimizer=tier, gradients=tier)
+        self.engine = ZeroEngine(model, self.optimizer, config)
+
+    def step(self, tokens: Tensor) -> tuple[float, float]:
+        """One step; its seconds and its loss."""
+        dist.barrier()
+        start = time.perf_counter()
+        loss = self.model(tokens)
+        self.engine.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - start, loss.item()
+
+
+def run(options: argparse.Namespace) -> Report | None:
+    models: list[nn.Module] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Model(options.parameters))
+    count = sum(p.numel() for p in models[0].parameters())
+    fsdp, ours = Fsdp(models[0]), Ours(models[1], options.tier)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    pairs: list[tuple[float, float]] = []
+    worst = 0.0
+    for number in range(options.warmup + options.steps):
+        tokens = torch.randint(16_000, (options.batch, options.length), generator=generator)
+        (a, loss_a), (b, loss_b) = fsdp.step(tokens), ours.step(tokens)
+        worst = max(worst, abs(loss_a - loss_b))
+        if number >= options.warmup:
+            pairs.append((a, b))
+    ours.engine.close()
+    if dist.get_rank():
+        return None
+    ratios = [b / a for a, b in pairs]
+    return Report(
+        benchmark="training step with sharded parameters",
+        settings={
+            "parameters": count,
+            "batch": options.batch,
+            "tokens": options.length,
+            "processes": options.processes,
+            "tier": options.tier,
+            "steps": len(pairs),
+        },
+        columns=("side", "median", "min", "max"),
+        rows=(
+            _row("FSDP2, fused AdamW (s)", [a for a, _ in pairs]),
+            _row("stage 3 (s)", [b for _, b in pairs]),
+            _row("ours / FSDP2, pair by pair", ratios),
+        ),
+        notes=(f"largest difference of losses: {worst:.2g}",),
+    )
+
+
+def _row(name: str, values: list[float]) -> tuple[str | float, ...]:
+    return name, statistics.median(values), min(values), max(values)
+
+
+def _worker(rank: int, options: argparse.Namespace, folder: str) -> None:
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // options.processes))
+    store = dist.FileStore(str(Path(folder) / "store"), options.processes)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.processes)
+    try:
+        report = run(options)
+    finally:
+        dist.destroy_process_group()
+    if report is not None:
+        report.show()
+        write_json(options.json, [report])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--parameters", type=float, default=30e6)
+    parser.add_argument("--tier", choices=("device", "host"), default="device")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_worker, (options, folder), nprocs=options.processes)
+
+
+if __name__ == "__main__":
+    main()
