@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_plugin
 from zero_plugin.config import parse_bytes
-from zero_plugin.errors import ZeroError
+from zero_plugin.errors import BudgetError, ZeroError
 
 DISK_BYTES = {"weights (bf16)": 2, "gradients (bf16)": 2, "master and moments (fp32)": 12}
 """Bytes of disk for each parameter."""
@@ -95,9 +95,40 @@ def choose_shape(parameters: float, vocabulary: int) -> Shape:
     return Shape(width=width, inner=inner, layers=layers, heads=one.heads, vocabulary=vocabulary)
 
 
-def linear(inputs: int, outputs: int) -> nn.Linear:
+class Product(torch.autograd.Function):
+    """`F.linear` without bias, whose backward takes the transposed weight in order.
+
+    On processors without bf16 instructions torch multiplies bf16 matrices that are not in this order up to a hundred times
+    slower. The copy is of one weight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        """[..., inputs] to [..., outputs]."""
+        ctx.save_for_backward(inputs, weight)
+        return F.linear(inputs, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of input and weight."""
+        inputs, weight = ctx.saved_tensors
+        (gradient,) = gradients
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        of_inputs = F.linear(gradient, weight.t().contiguous())
+        return of_inputs, flat.t() @ inputs.reshape(-1, inputs.shape[-1])
+
+
+class Linear(nn.Linear):
     """A linear layer without bias."""
-    return nn.Linear(inputs, outputs, bias=False)
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """[..., inputs] to [..., outputs]."""
+        if torch.is_autocast_enabled("cpu"):
+            return super().forward(input)
+        return Product.apply(input, self.weight)
 
 
 class Embedding(nn.Embedding):
@@ -115,14 +146,14 @@ class Layer(nn.Module):
         super().__init__()
         self.heads = shape.heads
         self.before_attention = nn.RMSNorm(shape.width, eps=1e-5)
-        self.query = linear(shape.width, shape.width)
-        self.key = linear(shape.width, shape.width)
-        self.value = linear(shape.width, shape.width)
-        self.output = linear(shape.width, shape.width)
+        self.query = Linear(shape.width, shape.width)
+        self.key = Linear(shape.width, shape.width)
+        self.value = Linear(shape.width, shape.width)
+        self.output = Linear(shape.width, shape.width)
         self.before_inner = nn.RMSNorm(shape.width, eps=1e-5)
-        self.gate = linear(shape.width, shape.inner)
-        self.up = linear(shape.width, shape.inner)
-        self.down = linear(shape.inner, shape.width)
+        self.gate = Linear(shape.width, shape.inner)
+        self.up = Linear(shape.width, shape.inner)
+        self.down = Linear(shape.inner, shape.width)
 
     def forward(self, hidden: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """[batch, tokens, width] to the same."""
@@ -164,7 +195,7 @@ class Llama(nn.Module):
         self.embedding = Embedding(shape.vocabulary, shape.width)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width, eps=1e-5)
-        self.head = linear(shape.width, shape.vocabulary)
+        self.head = Linear(shape.width, shape.vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Mean cross-entropy of predicting each of `tokens` [batch, tokens + 1] from those before it."""
@@ -205,13 +236,13 @@ class Sizes:
         engine: bytes for everything but the libraries.
         buffer: bytes that states on disk pass through.
         bucket: gradient bytes that move together.
-        tile: largest piece of a weight.
+        logits: of the head that exist at one time.
     """
 
     engine: int
     buffer: int
     bucket: int
-    tile: int
+    logits: int
 
 
 def divide(budget: int, taken: int) -> Sizes:
@@ -231,7 +262,7 @@ def divide(budget: int, taken: int) -> Sizes:
         engine=left,
         buffer=min(max(left // 8, 1 << 22), 1 << 28),
         bucket=min(max(left // 48, 1 << 20), 1 << 25),
-        tile=min(max(left // 64, 1 << 20), 1 << 26),
+        logits=min(max(left // 64, 1 << 20), 1 << 26),
     )
 
 
@@ -424,10 +455,14 @@ def train(options: argparse.Namespace, shape: Shape, sizes: Sizes, trace: Path) 
     )
     begin = time.perf_counter()
     with zero_plugin.init_context(config), default_dtype(torch.bfloat16):
-        model = build(shape, min(sizes.tile, 1 << 26))
-        zero_plugin.tile_linears(model, max_bytes=sizes.tile, embeddings=True)
+        model = build(shape, sizes.logits)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
-    engine = zero_plugin.ZeroEngine(model, optimizer, config)
+    try:
+        engine = zero_plugin.ZeroEngine(model, optimizer, config)
+    except BudgetError as error:
+        raise SystemExit(
+            f"--host-memory is too little for this model; of it, {sizes.engine:,} bytes are not the libraries: {error}"
+        ) from error
     record = Record(parameters=shape.parameters, budget=parse_bytes(options.host_memory))
     record.build = time.perf_counter() - begin
     print(f"built on disk in {record.build:.1f} s", flush=True)
@@ -559,7 +594,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, default=3)
     parser.add_argument("--batch", type=positive, default=1, help="sequences in a step")
     parser.add_argument("--tokens", type=positive, default=64, help="tokens in a sequence")
-    parser.add_argument("--vocabulary", type=positive, default=32000)
+    parser.add_argument(
+        "--vocabulary", type=positive, default=8192, help="a matrix of it is the largest piece"
+    )
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument(
         "--activations",
