@@ -326,7 +326,7 @@ def one_rank_fails(rank: int, size: int, disk: Path, stage: int) -> float:
             raise StoreError("reading failed: EIO")
         original(self, extent, offset, destination)
 
-    NvmeStore.read = read  # type: ignore[method-assign]
+    NvmeStore.read = read
     try:
         with engine_for(model, **on_nvme(disk, stage=stage)) as (engine, optimizer):
             for number in range(6):
@@ -335,7 +335,7 @@ def one_rank_fails(rank: int, size: int, disk: Path, stage: int) -> float:
                 mark(f"step {number}")
                 step(engine, optimizer, model, number)
     finally:
-        NvmeStore.read = original  # type: ignore[method-assign]
+        NvmeStore.read = original
     return 0.0
 
 

@@ -110,11 +110,13 @@ def test_bytes_of_weights_and_gradients(tmp_path: Path) -> None:
     """Weights: read for each gather, written once a step. Gradients: written once and read once, 2 bytes each in bf16."""
     model = make_gpt(torch.bfloat16, width=16, layers=3)
     settings = {"stage": 3, "params": "nvme", "gradients": "nvme", "nvme_path": str(tmp_path)}
+    before: Any = None
     with engine_for(model, **settings, backend="inline", bucket_bytes="32MiB") as (
         engine,
         optimizer,
     ):
-        blocks = [block for unit in engine._sharded.units for block in unit.blocks]
+        sharded: Any = engine._sharded
+        blocks = [block for unit in sharded.units for block in unit.blocks]
         chunks = {block.index: -(-2 * block.chunk // 4096) * 4096 for block in blocks}
         for step in range(6):
             if step == 4:

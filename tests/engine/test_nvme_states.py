@@ -718,7 +718,7 @@ def test_weights_written_between_steps_reach_the_masters(
     disk: Path, stage: int, cache: Any
 ) -> None:
     def run(**settings: Any) -> dict[str, Any]:
-        model = make_gpt(torch.bfloat16, width=24, layers=1)
+        model: Any = make_gpt(torch.bfloat16, width=24, layers=1)
         with engine_for(model, **settings) as (engine, optimizer):
             for step in range(5):
                 steps(engine, optimizer, model, range(step, step + 1))

@@ -68,8 +68,8 @@ def hugging_face(kind: str, checkpoint: str) -> Any:
 
     torch.manual_seed(0)
     if kind == "gpt2":
-        options = {"n_positions": 16, "n_embd": 24, "n_layer": 3, "n_head": 2}
-        dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+        options: dict[str, Any] = {"n_positions": 16, "n_embd": 24, "n_layer": 3, "n_head": 2}
+        dropout: dict[str, Any] = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
         model: Any = transformers.GPT2LMHeadModel(
             transformers.GPT2Config(
                 vocab_size=67, bos_token_id=0, eos_token_id=0, **options, **dropout
@@ -129,7 +129,8 @@ def test_transformers_have_the_bits_of_stage_0(kind: str, checkpoint: str) -> No
 def test_gathered_weights_are_bounded(kind: str, checkpoint: str, depth: int) -> None:
     model = hugging_face(kind, checkpoint)
     with engine_for(model, stage=3, params="host", prefetch_units=depth) as (engine, optimizer):
-        gatherer = engine._sharded.gatherer
+        sharded: Any = engine._sharded
+        gatherer = sharded.gatherer
         for step in range(5):
             tokens = gpt_batch(step)
             engine.backward(model(input_ids=tokens, labels=tokens, use_cache=False).loss)
@@ -164,6 +165,7 @@ LEARNING = 3
 
 def counted(rank: int, size: int, steps: int) -> dict[str, Any]:
     model = make_gpt(width=16, layers=3)
+    before: Any = None
     with engine_for(model, stage=3, params="host", prefetch_units=1) as (engine, optimizer):
         for step in range(LEARNING + steps):
             if step == LEARNING:
@@ -172,9 +174,10 @@ def counted(rank: int, size: int, steps: int) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
         after = engine.ledger()
+        sharded: Any = engine._sharded
         units = [
             (unit.name, sum(block.layout.shards * block.chunk for block in unit.blocks))
-            for unit in engine._sharded.units
+            for unit in sharded.units
         ]
     return {"moved": {key: after[key] - before[key] for key in after}, "units": units}
 
@@ -217,7 +220,8 @@ def test_memory_says_where_the_weights_are() -> None:
     psi = sum(p.numel() for p in model.parameters())
     with engine_for(model, adamw(model.parameters()), stage=3, params="host") as (engine, _):
         memory = engine.memory()
-        padded = sum(b.chunk for unit in engine._sharded.units for b in unit.blocks)
+        sharded: Any = engine._sharded
+        padded = sum(b.chunk for unit in sharded.units for b in unit.blocks)
         assert psi <= padded <= psi + 16 * 40
         assert memory["device"]["params"] == 0
         assert memory["host"]["params"] == 2 * padded

@@ -32,6 +32,7 @@ from zero_plugin.errors import ParameterError
 
 STEPS = 4
 KINDS = (False, True)
+TORCH_C: Any = torch._C
 
 
 def square(outputs: Tensor) -> Tensor:
@@ -50,10 +51,11 @@ def check(
             session.clip(0.5)
             session.update()
             if session.engine is not None:
+                sharded: Any = session.engine._sharded
                 # No pair of hooks is left behind, and no weights.
-                assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-                assert session.engine._sharded.gatherer.gathered_bytes == 0
-                assert not session.engine._sharded.gatherer.is_computing
+                assert TORCH_C._autograd._top_saved_tensors_default_hooks(True) is None
+                assert sharded.gatherer.gathered_bytes == 0
+                assert not sharded.gatherer.is_computing
 
     assert_like_plain_torch(make_model, script or train, settings=SHARDED)
 
@@ -72,7 +74,7 @@ class Block(nn.Module):
 class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks: Any = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(7, 5)
 
     def run(self, blocks: Any, hidden: Tensor) -> Tensor:
@@ -236,7 +238,7 @@ def test_saved_tensor_hooks_of_the_user(where: str, kind: str) -> None:
 def test_going_on_after_an_exception(where: str, reentrant: bool | None) -> None:
     class Trip(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, hidden: Tensor, armed: Any) -> Tensor:  # type: ignore[override]
+        def forward(ctx: Any, hidden: Tensor, armed: Any) -> Tensor:
             ctx.armed = armed
             return hidden * 1
 
@@ -277,8 +279,9 @@ def test_going_on_after_an_exception(where: str, reentrant: bool | None) -> None
             session.clip(0.5)
             session.update()
             if session.engine is not None:
-                assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-                assert session.engine._sharded.gatherer.gathered_bytes == 0
+                sharded: Any = session.engine._sharded
+                assert TORCH_C._autograd._top_saved_tensors_default_hooks(True) is None
+                assert sharded.gatherer.gathered_bytes == 0
 
     check(Tripping, script)
 
@@ -375,7 +378,7 @@ def test_a_gradient_penalty_through_checkpoints() -> None:
             (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
             session.backward(square(outputs) + (slope.norm(dim=1) - 1).square().mean())
             session.update()
-            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            assert TORCH_C._autograd._top_saved_tensors_default_hooks(True) is None
 
     check(Checkpointed, script)
 

@@ -91,7 +91,7 @@ class Product(torch.autograd.Function):
     """`hidden @ weight.T`, which keeps the weight as a user's function does."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         return hidden @ weight.t()
 
@@ -129,7 +129,7 @@ def test_a_regulariser_in_the_loss() -> None:
 
 def test_a_branch_and_an_order_chosen_each_step() -> None:
     class Chosen(Layers):
-        def forward(self, hidden: Tensor, order: Any) -> Tensor:
+        def forward(self, hidden: Tensor, order: Any = ()) -> Tensor:
             for number in order:
                 hidden = torch.tanh(self.layers[number](hidden))
             return hidden
@@ -343,6 +343,9 @@ def test_a_module_that_returns_its_weight() -> None:
 class Rooted(nn.Module):
     """Parameters of every odd kind, owned by the root or in a list or a dict."""
 
+    mean: Tensor
+    count: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.5))
@@ -416,7 +419,7 @@ def test_recurrent_convolution_and_norm_layers() -> None:
 
 
 def test_functional_call_with_other_weights() -> None:
-    def loss_of(model: nn.Module, step: int) -> Tensor:
+    def loss_of(model: Any, step: int) -> Tensor:
         others = {
             f"layers.{number}.weight": torch.eye(7) * 0.5 + layer.weight * 0.25
             for number, layer in enumerate(model.layers)

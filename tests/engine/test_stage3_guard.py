@@ -185,10 +185,11 @@ def test_a_view_can_be_saved_copied_and_trained_through() -> None:
         assert (view.numpy() == true.numpy()).all()
         rows = features(0).requires_grad_()
         (rows @ view.t()).sum().backward()
-        found = rows.grad
+        found: Any = rows.grad
         rows.grad = None
         (rows @ true.t()).sum().backward()
-        assert torch.equal(found, rows.grad)
+        expected: Any = rows.grad
+        assert torch.equal(found, expected)
 
 
 def test_frozen_weights_are_used_in_graphs_outside_their_module() -> None:
@@ -196,7 +197,8 @@ def test_frozen_weights_are_used_in_graphs_outside_their_module() -> None:
     for each in (model, plain):
         each.first.requires_grad_(False)
     with engine_for(model, exact_sgd(model.second.parameters()), stage=3) as (engine, _):
-        found, expected = features(0).requires_grad_(), features(0).requires_grad_()
+        found: Any = features(0).requires_grad_()
+        expected: Any = features(0).requires_grad_()
         engine.backward((found @ model.first.weight.t()).square().sum())
         (expected @ plain.first.weight.t()).square().sum().backward()
         assert torch.equal(found.grad, expected.grad)

@@ -39,9 +39,10 @@ def test_a_deep_copy_is_plain_and_lives_on() -> None:
         steps(model, engine, optimizer, range(2, 4))
         assert_same_bits(snapshot(copied), expected)
         # Its forward and backward have nothing to do with the engine.
-        gathered = engine._sharded.gatherer.missed
+        sharded: Any = engine._sharded
+        gathered = sharded.gatherer.missed
         steps(copied, None, exact_sgd(copied.parameters()), range(2, 4))
-        assert engine._sharded.gatherer.missed == gathered
+        assert sharded.gatherer.missed == gathered
         with engine.full_params():
             for name, parameter in model.named_parameters():
                 assert parameter.shape == copied.get_parameter(name).shape
@@ -163,9 +164,9 @@ def test_data_replaced_inside_a_forward_is_refused_and_undone() -> None:
 
 def test_an_alias_kept_past_release_keeps_its_values_and_never_crashes() -> None:
     class Keeping(TinyMLP):
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        def forward(self, features: torch.Tensor) -> torch.Tensor:
             self.kept = self.first.weight.t() * 1
-            outputs = super().forward(inputs)
+            outputs = super().forward(features)
             self.flat = self.first.bias[2:]
             return outputs
 

@@ -151,7 +151,7 @@ def generate(rank: int, size: int, synced: bool) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(
+    model: Any = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=67,
             hidden_size=24,

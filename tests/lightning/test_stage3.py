@@ -587,7 +587,7 @@ def infinity(rank: int, size: int, folder: str) -> None:
     from zero_plugin.integrations.lightning import ZeroOffloadStrategy
 
     def strategy() -> Any:
-        tiers = {"params": "nvme", "optimizer": "nvme", "gradients": "nvme"}
+        tiers: dict[str, Any] = {"params": "nvme", "optimizer": "nvme", "gradients": "nvme"}
         return ZeroOffloadStrategy(stage=3, **tiers, nvme_path=folder)
 
     module = module_class_of_adamw
@@ -597,6 +597,7 @@ def infinity(rank: int, size: int, folder: str) -> None:
     )
     assert_same(expected, found)
     paths = [Path(folder) / name for name in ("two.ckpt", "infinity.ckpt")]
+    run: Any = None
     for path, run in zip(paths, (expected, found), strict=True):
         run.trainer.save_checkpoint(path)
     if rank == 0:
