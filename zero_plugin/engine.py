@@ -427,7 +427,8 @@ class ZeroEngine:
     def close(self, *, gather: bool = False) -> None:
         """Stop threads, free buffers and take the hooks off; idempotent. The model is plain afterwards.
 
-        Except for sharded parameters (stage 3) of several processes: they stay sharded, and raise when they are used.
+        Except for sharded parameters (stage 3) of several processes, or on `nvme`: they stay sharded, and raise when they are
+        used.
 
         Args:
             gather: at stage 3, leave plain parameters with their full weights in host memory, on every rank; a collective.
