@@ -333,3 +333,17 @@ def test_a_full_step_after_refusals() -> None:
                 each.zero_grad()
         with engine.full_params():
             assert_same_bits(snapshot(found), snapshot(expected))
+
+
+def test_converting_to_what_it_is_needs_no_weights() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with engine_for(model, stage=3) as (engine, _):
+        sharded: Any = engine._sharded
+        before = list(model.parameters())
+        model.to("cpu").float().cpu().to(torch.float32).to(before[0].device)
+        assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+        assert sharded.gatherer.gathered_bytes == 0
+        with pytest.raises(ParameterError, match=r"was written to \(data\)"):
+            model.to(torch.bfloat16)
+        with pytest.raises(ParameterError, match=r"was written to \(data\)"):
+            model.half()

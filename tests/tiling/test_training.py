@@ -118,7 +118,7 @@ def test_writes_through_the_handle_reach_the_masters() -> None:
         for step in range(3):
             session.backward(session.model(gpt_batch(step)))
             session.update()
-            with torch.no_grad():
+            with session.full_params(writeback=True), torch.no_grad():
                 session.model.head.weight.clamp_(-0.02, 0.02)
                 session.model.blocks[0].attention.mix.weight.data *= 0.5
 

@@ -132,6 +132,7 @@ _METADATA = (
     | _accessors(_GETTERS, "__get__")
     | _accessors(_SETTERS, "__set__")
     | _accessors(("grad",), "__delete__")
+    | frozenset({torch._has_compatible_shallow_copy_type})  # what `module.to` asks of old and new
 )
 _REFUSED = (
     _listed(_HANDLES)
@@ -234,8 +235,11 @@ class ReleasedParameter(nn.Parameter):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        released = [item for item in _tensors(args, kwargs) if isinstance(item, ReleasedParameter)]
         name = _name_of(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            if _changes_nothing(name, args, kwargs):
+                return args[0]
+        released = [item for item in _tensors(args, kwargs) if isinstance(item, ReleasedParameter)]
         if _writes(func, name, args, kwargs, ReleasedParameter):
             raise ParameterError(
                 f"{_names(released)} is sharded and was written to ({name}): write inside "
@@ -417,6 +421,37 @@ _IN_PLACE = frozenset(
         "rshift",
     ]
 )
+
+
+_CASTS = {"float": torch.float32, "bfloat16": torch.bfloat16, "half": torch.float16}
+
+
+def _changes_nothing(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether `module.to(...)` asks a parameter to be what it is: no weights are needed for that."""
+    parameter = args[0] if args else None
+    if not isinstance(parameter, ReleasedParameter):
+        return False
+    if name == "data":
+        return len(args) == 2 and args[1] is parameter
+    if name == "to":
+        return _is_already(parameter, [*args[1:], *kwargs.values()])
+    if len(args) > 1 or kwargs:
+        return False
+    return parameter.is_cpu if name == "cpu" else parameter.dtype == _CASTS.get(name)
+
+
+def _is_already(parameter: Tensor, wanted: Sequence[Any]) -> bool:
+    """Whether a parameter has each device and dtype; False for what else `Tensor.to` takes."""
+    for item in wanted:
+        if isinstance(item, torch.dtype):
+            same = item == parameter.dtype
+        elif isinstance(item, (torch.device, str)):
+            same = torch.empty(0, device=item).device == parameter.device
+        else:
+            same = item is None or item is False
+        if not same:
+            return False
+    return True
 
 
 def _name_of(func: Any) -> str:
