@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _report import Report, write_json
-from whole_step import Model
+from whole_step import Model, row, step_in_turn
 
 from zero_plugin import ZeroConfig, ZeroEngine
 
@@ -82,15 +81,7 @@ def run(options: argparse.Namespace) -> Report | None:
         models.append(Model(options.parameters))
     count = sum(p.numel() for p in models[0].parameters())
     fsdp, ours = Fsdp(models[0]), Ours(models[1], options.tier)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    pairs: list[tuple[float, float]] = []
-    worst = 0.0
-    for number in range(options.warmup + options.steps):
-        tokens = torch.randint(16_000, (options.batch, options.length), generator=generator)
-        (a, loss_a), (b, loss_b) = fsdp.step(tokens), ours.step(tokens)
-        worst = max(worst, abs(loss_a - loss_b))
-        if number >= options.warmup:
-            pairs.append((a, b))
+    pairs, worst = step_in_turn(fsdp, ours, options, dist.get_rank())
     ours.engine.close()
     if dist.get_rank():
         return None
@@ -107,16 +98,12 @@ def run(options: argparse.Namespace) -> Report | None:
         },
         columns=("side", "median", "min", "max"),
         rows=(
-            _row("FSDP2, fused AdamW (s)", [a for a, _ in pairs]),
-            _row("stage 3 (s)", [b for _, b in pairs]),
-            _row("ours / FSDP2, pair by pair", ratios),
+            row("FSDP2, fused AdamW (s)", [a for a, _ in pairs]),
+            row("stage 3 (s)", [b for _, b in pairs]),
+            row("ours / FSDP2, pair by pair", ratios),
         ),
         notes=(f"largest difference of losses: {worst:.2g}",),
     )
-
-
-def _row(name: str, values: list[float]) -> tuple[str | float, ...]:
-    return name, statistics.median(values), min(values), max(values)
 
 
 def _worker(rank: int, options: argparse.Namespace, folder: str) -> None:

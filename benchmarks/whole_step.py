@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -107,6 +108,22 @@ class Ours:
         return time.perf_counter() - start, loss.item()
 
 
+def step_in_turn(
+    one: Any, other: Any, options: argparse.Namespace, rank: int
+) -> tuple[list[tuple[float, float]], float]:
+    """Both sides' seconds of each step after the warm-up, and the largest difference of their losses."""
+    generator = torch.Generator().manual_seed(rank)
+    pairs: list[tuple[float, float]] = []
+    worst = 0.0
+    for number in range(options.warmup + options.steps):
+        tokens = torch.randint(16_000, (options.batch, options.length), generator=generator)
+        (a, loss_a), (b, loss_b) = one.step(tokens), other.step(tokens)
+        worst = max(worst, abs(loss_a - loss_b))
+        if number >= options.warmup:
+            pairs.append((a, b))
+    return pairs, worst
+
+
 def run(options: argparse.Namespace) -> Report | None:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -115,15 +132,7 @@ def run(options: argparse.Namespace) -> Report | None:
         torch.manual_seed(0)
         models.append(Model(options.parameters).to(dtype))
     plain, ours = Plain(models[0]), Ours(models[1])
-    generator = torch.Generator().manual_seed(rank)
-    pairs: list[tuple[float, float]] = []
-    worst = 0.0
-    for number in range(options.warmup + options.steps):
-        tokens = torch.randint(16_000, (options.batch, options.length), generator=generator)
-        (a, loss_a), (b, loss_b) = plain.step(tokens), ours.step(tokens)
-        worst = max(worst, abs(loss_a - loss_b))
-        if number >= options.warmup:
-            pairs.append((a, b))
+    pairs, worst = step_in_turn(plain, ours, options, rank)
     memory = ours.engine.memory()
     ours.engine.close()
     if rank:
@@ -142,9 +151,9 @@ def run(options: argparse.Namespace) -> Report | None:
         },
         columns=("side", "median", "min", "max"),
         rows=(
-            _row("plain DDP, fused AdamW (s)", [a for a, _ in pairs]),
-            _row("zero_offload (s)", [b for _, b in pairs]),
-            _row("ours / plain, pair by pair", ratios),
+            row("plain DDP, fused AdamW (s)", [a for a, _ in pairs]),
+            row("zero_offload (s)", [b for _, b in pairs]),
+            row("ours / plain, pair by pair", ratios),
         ),
         notes=(
             f"largest difference of losses: {worst:.2g}",
@@ -153,7 +162,8 @@ def run(options: argparse.Namespace) -> Report | None:
     )
 
 
-def _row(name: str, values: list[float]) -> tuple[str | float, ...]:
+def row(name: str, values: list[float]) -> tuple[str | float, ...]:
+    """One side's line of the table."""
     return name, statistics.median(values), min(values), max(values)
 
 
