@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from typing_extensions import Self
 
 from zero_plugin.errors import ParameterError
+from zero_plugin.sharding.guard import storage_key
 
 Join = Callable[[Sequence[Tensor]], Tensor]
 Split = Callable[[Tensor], list[Tensor]]
@@ -81,13 +82,8 @@ def _same_storage(one: object, other: Tensor) -> bool:
     return (
         isinstance(one, Tensor)
         and one.layout == torch.strided
-        and _storage_of(one) == _storage_of(other)
+        and storage_key(one) == storage_key(other)
     )
-
-
-def _storage_of(tensor: Tensor) -> int:
-    # Not its address, which is 0 on the meta device.
-    return tensor.untyped_storage()._cdata
 
 
 class ReadOnlyView(Tensor):
