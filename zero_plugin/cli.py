@@ -1,118 +1,57 @@
-"""The command line: `zero-plugin doctor` says whether this machine and its packages can run zero-plugin."""
+"""The command line: `zero-plugin COMMAND`. Each command is a module of its own; this file lists them and prints."""
 
 from __future__ import annotations
 
 import argparse
-import platform
-import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from importlib import metadata
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Protocol, cast
 
 from zero_plugin.errors import ZeroError
 
-DISTRIBUTION = "zero-plugin"
-FRAMEWORKS = ("torch", "numpy", "lightning", "accelerate")
-"""The packages whose versions decide whether we work; all but the first two are optional."""
+COMMANDS: dict[str, tuple[str, str]] = {
+    "doctor": ("zero_plugin.machine.doctor", "say what this machine and its packages can do"),
+}
+"""Name of a command: its module (a `Command`), loaded only when it is used, and a line of help."""
+
+Say = Callable[[str], None]
+"""Prints a line to standard output."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One line of the report.
+class Command(Protocol):
+    """What a command's module has."""
 
-    Attributes:
-        subject: What was looked at.
-        value: What was seen.
-        problem: Why that does not work and what to do; empty if it works.
-    """
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the command's arguments."""
+        ...
 
-    subject: str
-    value: str
-    problem: str = ""
+    def run(self, arguments: argparse.Namespace, say: Say) -> int:
+        """Do it; returns the exit status. A `ZeroError` becomes one line on standard error and status 2."""
+        ...
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of the `zero-plugin` program; returns 0 if nothing is wrong."""
-    parser = argparse.ArgumentParser(prog="zero-plugin", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser(
-        "doctor", help="check the compiled kernels and the versions of the packages"
+    """Entry point of the `zero-plugin` program; returns its exit status: 0 if nothing is wrong."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(
+        prog="zero-plugin", description="ZeRO, ZeRO-Offload and ZeRO-Infinity for PyTorch."
     )
-    parser.parse_args(arguments)
-    findings = [python(), *versions(metadata.requires(DISTRIBUTION) or [], installed), kernels()]
-    for finding in findings:
-        print(f"{finding.subject:12} {finding.value}")
-        if finding.problem:
-            print(f"{'':12} problem: {finding.problem}")
-    return 1 if any(finding.problem for finding in findings) else 0
-
-
-def python() -> Finding:
-    """The interpreter and the machine it runs on."""
-    return Finding(
-        subject="python",
-        value=f"{platform.python_version()} on {platform.machine()}, {sys.platform}",
-    )
-
-
-def installed(name: str) -> str | None:
-    """Version of an installed distribution, or None."""
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    loaded: dict[str, Command] = {}
+    for name, (module, line) in COMMANDS.items():
+        own = commands.add_parser(name, help=line, description=line)
+        if given[:1] == [name]:
+            loaded[name] = cast("Command", import_module(module))
+            loaded[name].add_arguments(own)
+    chosen = parser.parse_args(given)
     try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def versions(requirements: Iterable[str], version_of: Callable[[str], str | None]) -> list[Finding]:
-    """Compare the frameworks' versions with the lowest ones the package's own metadata admits.
-
-    Args:
-        requirements: The package's requirements, as its metadata lists them.
-        version_of: Gives a distribution's version, or None where it is not installed.
-    """
-    return [_version(name, _lowest(name, requirements), version_of(name)) for name in FRAMEWORKS]
-
-
-def _version(name: str, lowest: str, present: str | None) -> Finding:
-    if present is None:
-        return Finding(subject=name, value="not installed")
-    value = f"{present} (needs {lowest} or newer)"
-    if _release(present) >= _release(lowest):
-        return Finding(subject=name, value=value)
-    return Finding(subject=name, value=value, problem=f"install {name}>={lowest}")
-
-
-def _lowest(name: str, requirements: Iterable[str]) -> str:
-    for requirement in requirements:
-        found = re.match(rf"{re.escape(name)}\s*>=\s*([0-9.]+)", requirement)
-        if found:
-            return found.group(1)
-    return "0"
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: "2.13.0+cpu" -> (2, 13, 0)."""
-    numbers = re.match(r"[0-9]+(?:\.[0-9]+)*", version)
-    return tuple(int(part) for part in numbers.group().split(".")) if numbers else ()
-
-
-def kernels() -> Finding:
-    """The compiled extension: instruction set and threads it would use."""
-    try:
-        from zero_plugin.kernels import Kernels
-
-        handle = Kernels()
-    except (ZeroError, ImportError) as error:
-        return Finding(
-            subject="kernels",
-            value="not usable",
-            problem=f"{error}; reinstall with: pip install --force-reinstall --no-deps zero-plugin",
-        )
-    try:
-        return Finding(subject="kernels", value=f"{handle.isa}, {handle.threads} threads")
-    finally:
-        handle.close()
+        return loaded[chosen.command].run(chosen, print)
+    except ZeroError as error:
+        print(f"zero-plugin {chosen.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":
