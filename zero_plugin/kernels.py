@@ -285,6 +285,7 @@ class Kernels:
         output_dtype: torch.dtype | None,
         scale: float,
         clip_value: float | None,
+        split: bool = False,
     ) -> None:
         """One optimizer step over a list of segments, in one pass over memory.
 
@@ -301,6 +302,8 @@ class Kernels:
             output_dtype: fp32, bf16, fp16, or None when nothing is to be written but master and states.
             scale: factor on the gradient, e.g. 1 / loss scale x clip coefficient.
             clip_value: bound on the magnitude of each gradient element after scaling, or None.
+            split: the first column holds the addresses of int16 remainders, and the master is what they and the bf16 outputs
+                are together (`zero_plugin.optim.split`): outputs are read too, and every row has one.
 
         Raises:
             TypeError: a dtype is not one of those above.
@@ -336,6 +339,7 @@ class Kernels:
             -1 if output_dtype is None else _DTYPE_CODES[output_dtype],
             scale,
             clip_value,
+            split,
         )
 
     def stream(self, segments: Tensor) -> None:

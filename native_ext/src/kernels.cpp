@@ -150,7 +150,7 @@ NormState Kernels::norm_partial(const void* source, Dtype dtype, std::size_t num
 
 void Kernels::each_piece(const std::int64_t* segments, std::size_t num_segments,
                          const double* hyper, std::size_t gradient_size, std::size_t output_size,
-                         const std::function<void(const Piece&)>& body) {
+                         bool split, const std::function<void(const Piece&)>& body) {
   std::vector<std::size_t> ends(num_segments);
   std::size_t total = 0;
   for (std::size_t row = 0; row < num_segments; ++row) {
@@ -176,7 +176,9 @@ void Kernels::each_piece(const std::int64_t* segments, std::size_t num_segments,
           prefetch_segment(segments + ahead * kNumSegmentColumns);
         }
         body(Piece{
-            .master = shifted(pointer<float>(segment[kMaster]), offset),
+            .master = split ? nullptr : shifted(pointer<float>(segment[kMaster]), offset),
+            .remainder =
+                split ? shifted(pointer<std::uint16_t>(segment[kMaster]), offset) : nullptr,
             .state0 = shifted(pointer<float>(segment[kState0]), offset),
             .state1 = shifted(pointer<float>(segment[kState1]), offset),
             .gradient = shifted(pointer<const char>(segment[kGradient]), offset * gradient_size),
@@ -195,6 +197,9 @@ void Kernels::update(const std::int64_t* segments, std::size_t num_segments, con
                      std::size_t num_rows, UpdateOptions options) {
   const std::size_t gradient_size = size_of(options.gradient_dtype);
   const std::size_t output_size = size_of(options.output_dtype);
+  if (options.split && options.output_dtype != Dtype::kBfloat16) {
+    throw std::invalid_argument("the split form needs bf16 outputs: they are half of the master");
+  }
   std::size_t numel = 0;
   for (std::size_t row = 0; row < num_segments; ++row) {
     const std::int64_t* segment = segments + row * kNumSegmentColumns;
@@ -206,7 +211,12 @@ void Kernels::update(const std::int64_t* segments, std::size_t num_segments, con
     numel += static_cast<std::size_t>(segment[kNumel]);
     if (segment[kNumel] == 0) continue;
     const double* values = hyper + segment[kHyperRow] * kHyperColumns;
-    check_pointer(row, "master", segment[kMaster], 4);
+    if (options.split) {
+      check_pointer(row, "remainder", segment[kMaster], 2);
+      check_pointer(row, "output", segment[kOutput], 2);
+    } else {
+      check_pointer(row, "master", segment[kMaster], 4);
+    }
     check_pointer(row, "gradient", segment[kGradient], gradient_size);
     if (options.rule != Rule::kSgd || values[8] != 0.0) {
       check_pointer(row, "first state", segment[kState0], 4);
@@ -217,12 +227,12 @@ void Kernels::update(const std::int64_t* segments, std::size_t num_segments, con
     }
   }
   options.stream = numel * output_size >= kStreamBytes;
-  each_piece(segments, num_segments, hyper, gradient_size, output_size,
+  each_piece(segments, num_segments, hyper, gradient_size, output_size, options.split,
              [&](const Piece& piece) { table_.update(piece, options); });
 }
 
 void Kernels::stream(const std::int64_t* segments, std::size_t num_segments) {
-  each_piece(segments, num_segments, nullptr, 2, 2,
+  each_piece(segments, num_segments, nullptr, 2, 2, false,
              [&](const Piece& piece) { table_.stream(piece, true); });
 }
 

@@ -40,7 +40,7 @@ class Kernels {
  private:
   void each_chunk(std::size_t numel, const std::function<void(std::size_t, std::size_t)>& body);
   void each_piece(const std::int64_t* segments, std::size_t num_segments, const double* hyper,
-                  std::size_t gradient_size, std::size_t output_size,
+                  std::size_t gradient_size, std::size_t output_size, bool split,
                   const std::function<void(const Piece&)>& body);
 
   const KernelTable& table_;

@@ -80,7 +80,7 @@ std::tuple<std::vector<std::uint64_t>, std::uint32_t, std::uint64_t> norm_partia
 
 void update(zp::Kernels& self, int rule, Address segments, std::size_t num_segments, Address hyper,
             std::size_t num_rows, int gradient_dtype, int output_dtype, double scale,
-            std::optional<double> clip_value) {
+            std::optional<double> clip_value, bool split) {
   if (rule < 0 || rule >= zp::kNumRules) {
     throw std::invalid_argument("rule " + std::to_string(rule) + " is not known");
   }
@@ -90,7 +90,8 @@ void update(zp::Kernels& self, int rule, Address segments, std::size_t num_segme
                                   .scale = static_cast<float>(scale),
                                   .clip_value = static_cast<float>(clip_value.value_or(0.0)),
                                   .clip = clip_value.has_value(),
-                                  .stream = false};
+                                  .stream = false,
+                                  .split = split};
   self.update(pointer<const std::int64_t>(segments), num_segments, pointer<const double>(hyper),
               num_rows, options);
 }
@@ -122,7 +123,8 @@ NB_MODULE(_native, module) {
            "part_dtypes"_a, "divisor"_a, "numel"_a, NoGil())
       .def("norm_partial", &norm_partial, "source"_a, "source_dtype"_a, "numel"_a, NoGil())
       .def("update", &update, "rule"_a, "segments"_a, "num_segments"_a, "hyper"_a, "num_rows"_a,
-           "gradient_dtype"_a, "output_dtype"_a, "scale"_a, "clip_value"_a.none(), NoGil())
+           "gradient_dtype"_a, "output_dtype"_a, "scale"_a, "clip_value"_a.none(), "split"_a,
+           NoGil())
       .def("stream", &stream, "segments"_a, "num_segments"_a, NoGil())
       .def("close", &zp::Kernels::close, NoGil());
 

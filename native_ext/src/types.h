@@ -15,7 +15,7 @@ inline constexpr int kNumRules = 4;
 
 // Columns of the segment table; the table itself is int64.
 enum SegmentColumn : int {
-  kMaster = 0,
+  kMaster = 0,  // split: the remainder
   kState0,
   kState1,
   kGradient,
@@ -31,10 +31,12 @@ inline constexpr int kHyperColumns = 16;
 // A part of one segment, all pointers already moved to its first element.
 struct Piece {
   float* master;
+  // In place of the master where the update is in split form: what it leaves out of its weight.
+  std::uint16_t* remainder;
   float* state0;
   float* state1;
   const void* gradient;
-  void* output;  // null: nothing is written but master and states
+  void* output;  // null: nothing is written but master and states; split: the weight, read too
   std::size_t numel;
   const double* hyper;
 };
@@ -47,6 +49,7 @@ struct UpdateOptions {
   float clip_value;  // used when clip is true
   bool clip;
   bool stream;  // write outputs past the caches
+  bool split;   // a master is a bf16 weight (the output) and a remainder
 };
 
 // Exact sum of squares as an integer in units of 2^-298, the square of the smallest float. The

@@ -102,7 +102,10 @@ void test_updates() {
   for (std::size_t numel = 0; numel < 40; ++numel) sizes.push_back(numel);
   sizes.push_back(70'001);
   for (int rule = 0; rule < zp::kNumRules; ++rule) {
-    for (const Dtype gradient : {Dtype::kFloat32, Dtype::kBfloat16, Dtype::kFloat16}) {
+    for (const auto& [gradient, split] : {std::pair{Dtype::kFloat32, false},
+                                          {Dtype::kBfloat16, false},
+                                          {Dtype::kFloat16, false},
+                                          {Dtype::kBfloat16, true}}) {
       const Dtype output = gradient == Dtype::kFloat16 ? Dtype::kFloat16 : Dtype::kBfloat16;
       std::vector<char> expected;
       for (const std::string& isa : zp::available_isas()) {
@@ -110,7 +113,7 @@ void test_updates() {
           zp::Kernels kernels(threads, isa);
           Problem problem = make_problem(sizes, gradient, output, 7);
           const zp::UpdateOptions options{
-              static_cast<zp::Rule>(rule), gradient, output, 0.5f, 1.0f, true, false};
+              static_cast<zp::Rule>(rule), gradient, output, 0.5f, 1.0f, true, false, split};
           for (int step = 0; step < 2; ++step) {
             kernels.update(problem.table.data(), sizes.size(), problem.hyper.data(), 1, options);
           }
