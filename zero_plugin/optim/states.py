@@ -88,6 +88,19 @@ class OptimizerStates:
         """fp32 states an element has beside its master."""
         return len(self._foreign_names if self.rule is None else self.rule.state_names)
 
+    @property
+    def foreign_names(self) -> Sequence[str]:
+        """Names of the element-wise states of an optimizer without a compiled rule."""
+        return self._foreign_names
+
+    def step_count(self, index: int) -> int:
+        """Updates that a member has had."""
+        return self._steps[index]
+
+    def set_step_count(self, index: int, count: int) -> None:
+        """Replace it, with the states it goes with."""
+        self._steps[index] = count
+
     def add_blocks(self, blocks: Sequence[Block]) -> None:
         """Reserve states for new blocks and take over what the optimizer already holds for them."""
         group = self.optimizer.param_groups[0]
