@@ -23,14 +23,16 @@ if TYPE_CHECKING:
 
 SWITCH = "ZERO_PLUGIN_AUTOLOAD"
 
-# Each of these modules holds one registry of strategy names. The two spellings of each framework are different
-# modules with different classes, and both are usually installed.
+# Each of the first four modules holds one registry of strategy names. The two spellings of each framework are different
+# modules with different classes, and both are usually installed. The others hold the few functions of Accelerate and
+# transformers in which a run that asks for us is noticed (docs/accelerate.md).
 TARGETS = frozenset(
     {
         "lightning.pytorch.strategies",
         "pytorch_lightning.strategies",
         "lightning.fabric.strategies",
         "lightning_fabric.strategies",
+        "accelerate.accelerator",
     }
 )
 
@@ -165,7 +167,12 @@ def try_to_register(module: ModuleType) -> None:
 
 
 def register_strategies(module: ModuleType) -> None:
-    """Add the strategy names to the registry that `module` holds."""
+    """Add the strategy names to the registry that `module` holds, or enter it as it needs."""
+    if module.__name__.partition(".")[0] in ("accelerate", "transformers"):
+        from zero_plugin.integrations._huggingface import entry
+
+        entry.enter(module)
+        return
     from zero_plugin.integrations import registration
 
     registration.register_strategies(module)

@@ -214,6 +214,71 @@ class ForwardHook:
         self._handle.remove()
 
 
+class WaitHooks:
+    """Hooks on the modules that hold certain parameters, on for one forward: each waits for its own.
+
+    They are entered beside torch's own and taken out again after each step, since a hook that stayed would cost at every call
+    and break compiled graphs.
+
+    Args:
+        model: its modules are hooked. Without gradients its forward waits for everything: some modules of torch ask a
+            parameter for its class then, and go another way for a class they do not know.
+        wait: called with the parameters of a module whose forward begins.
+        wait_all: called when the model's forward begins without gradients.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        wait: Callable[[Sequence[Tensor]], None],
+        wait_all: Callable[[], None],
+    ) -> None:
+        self._model = model
+        self._holders: dict[int, list[nn.Module]] = {}
+        self._armed: dict[int, nn.Module] = {}
+        self._key: Any = f"zero_plugin.wait.{id(self)}"
+        this = weakref.ref(self)
+
+        def before(entered: nn.Module, *_: Any) -> None:
+            hooks = this()
+            if hooks is None:
+                return
+            hooks.disarm(entered)
+            if entered is hooks._model and not torch.is_grad_enabled():
+                wait_all()
+            else:
+                wait([item for item in entered._parameters.values() if item is not None])
+
+        self._hook = _ModuleHook(_not_compiled(before))
+
+    def arm(self, parameters: Sequence[Tensor]) -> None:
+        """Hook the modules that hold these parameters, and the model."""
+        if any(id(item) not in self._holders for item in parameters):
+            self._find_holders()
+        self._put(self._model)
+        for item in parameters:
+            for module in self._holders.get(id(item), ()):
+                self._put(module)
+
+    def disarm(self, module: nn.Module | None = None) -> None:
+        """Take the hook off one module, or off all."""
+        for item in [module] if module is not None else list(self._armed.values()):
+            self._armed.pop(id(item), None)
+            item._forward_pre_hooks.pop(self._key, None)
+
+    def _put(self, module: nn.Module) -> None:
+        if id(module) not in self._armed:
+            self._armed[id(module)] = module
+            module._forward_pre_hooks[self._key] = self._hook
+
+    def _find_holders(self) -> None:
+        self._holders = {}
+        for module in self._model.modules():
+            for item in module._parameters.values():
+                if item is not None:
+                    self._holders.setdefault(id(item), []).append(module)
+
+
 class UnitKeeper(Protocol):
     """Gathers and releases units (`zero_plugin.sharding.gather`)."""
 
@@ -656,6 +721,15 @@ def undisturbed() -> Generator[None]:
         native.DisableTorchFunction(),
     ):
         yield
+
+
+def before_forwards(module: nn.Module, action: Callable[[], None]) -> RemovableHandle:
+    """Have `action` called before each forward of `module`, until the handle is removed."""
+
+    def before(_module: nn.Module, _inputs: tuple[Any, ...]) -> None:
+        action()
+
+    return module.register_forward_pre_hook(_not_compiled(before))
 
 
 def bump_versions(parameters: Sequence[nn.Parameter]) -> None:

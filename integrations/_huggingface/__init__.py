@@ -1,0 +1,1 @@
+"""Accelerate and transformers on the engine; `zero_plugin.integrations.accelerate` holds the public names."""

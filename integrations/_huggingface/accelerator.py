@@ -1,0 +1,309 @@
+"""The methods of an Accelerator that trains on engines."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_plugin.errors import ConfigError, EngineStateError
+from zero_plugin.integrations._huggingface.entry import STATE
+from zero_plugin.integrations._huggingface.optimizer import ZeroAcceleratedOptimizer
+from zero_plugin.integrations._huggingface.prepared import Prepared, Together, models_of
+from zero_plugin.runtime.memory import available_host_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Sequence
+
+    from accelerate import Accelerator as Base
+
+    from zero_plugin.engine import ZeroEngine
+    from zero_plugin.integrations._huggingface.plugin import ZeroOffloadPlugin
+else:
+    Base = object
+
+_PLAIN_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU")
+
+
+class ZeroAccelerator(Base):
+    """Mixin over Accelerate's class, or a user's subclass of it, put on an instance after its `__init__`."""
+
+    zero_plugin: ZeroOffloadPlugin
+    _zero: Prepared
+
+    @property
+    def zero_engines(self) -> tuple[ZeroEngine, ...]:
+        """The engines, in the order in which they were made."""
+        return tuple(self._zero.engines)
+
+    # ------------------------------------------------------------------ prepare
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """Prepare models, optimizers, loaders and schedulers, in any order and in one call or several.
+
+        Models and optimizers are those that were given: a model is not wrapped, an optimizer gets Accelerate's own wrapper.
+        """
+        result = super().prepare(*args, device_placement=device_placement)
+        self._zero.settle_complete()
+        return result
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """Place a model, and apply autocast and compilation; it is trained by an engine once its optimizer is prepared.
+
+        A model that was prepared for evaluation is trained all the same when it comes with an optimizer.
+        """
+        inner = original(model)
+        is_new = not self._zero.knows(inner)
+        if (
+            is_new
+            and torch.distributed.is_initialized()
+            and self._zero.engine_of_model(inner) is None
+        ):
+            _make_equal(inner)
+        prepared = super().prepare_model(
+            model, device_placement=device_placement, evaluation_mode=True
+        )
+        if not evaluation_mode:
+            self._zero.add_model(inner)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Wrap an optimizer; it acts on an engine once its model is prepared."""
+        if getattr(optimizer, "_is_accelerate_prepared", False):
+            return super().prepare_optimizer(optimizer, device_placement=device_placement)
+        self._zero.add_optimizer(optimizer)
+        wrapped = ZeroAcceleratedOptimizer(optimizer, self._zero)
+        self._optimizers.append(wrapped)
+        return wrapped
+
+    # ------------------------------------------------------------------ steps
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Divide the loss by the accumulation steps, scale it, and run backward under the engines.
+
+        Raises:
+            EngineStateError: there are several ranks, and no engine that would average their gradients.
+        """
+        self._zero.settle()
+        engines = self._zero.engines
+        if not engines and self.num_processes > 1:
+            raise EngineStateError(
+                f"accelerator.backward was called on {self.num_processes} ranks with no model and optimizer prepared, so "
+                "nothing would average the gradients: call accelerator.prepare(model, optimizer)"
+            )
+        with ExitStack() as stack:
+            for engine in engines:
+                stack.enter_context(engine.backward_context())
+            super().backward(_scaled(loss, engines), **kwargs)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Generator[None]:
+        """Backwards inside are not the last of their step; see `ZeroEngine.no_sync`."""
+        self._zero.settle()
+        engine = self._zero.engine_of_model(original(model))
+        with nullcontext() if engine is None else engine.no_sync():
+            yield
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Nothing: clipping and steps see unscaled gradients."""
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
+    ) -> Tensor:
+        """Clip the coming step by the norm of the averaged gradients over all ranks.
+
+        Args:
+            parameters: all trainable weights of one optimizer or of several.
+            max_norm: the norm is at most this after clipping; infinity to measure only.
+            norm_type: 2 or infinity.
+
+        Returns:
+            The norm before clipping.
+
+        Raises:
+            ConfigError: `parameters` holds some of an optimizer's weights and not others.
+        """
+        self._zero.settle()
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        chosen = self._zero.chosen_by(given)
+        if not chosen:
+            stock: Any = super()
+            return stock.clip_grad_norm_(given, max_norm, norm_type=norm_type)
+        if len(chosen) == 1 and len(chosen[0][1]) in (1, len(chosen[0][0].optimizers)):
+            return _clip(*chosen[0], max_norm, norm_type)
+        return _clip_together(chosen, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """Clamp every element of the averaged gradients in the coming step.
+
+        Raises:
+            ConfigError: `parameters` holds some of an optimizer's weights and not others.
+        """
+        self._zero.settle()
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        chosen = self._zero.chosen_by(given)
+        if not chosen:
+            super().clip_grad_value_(given, clip_value)
+        for engine, optimizers in chosen:
+            for optimizer in optimizers:
+                engine.clip_grad_value_(clip_value, optimizer=optimizer)
+
+    # ------------------------------------------------------------------ states
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The model's full state dict; all ranks call it.
+
+        Up to stage 2 on every rank, at stage 3 on rank 0, empty on the others.
+        """
+        engine = self._zero.engine_of_model(original(model))
+        if engine is None or not engine.config.shards_parameters:
+            return super().get_state_dict(model, unwrap=unwrap)
+        prefix = ""
+        if isinstance(engine.model, Together):
+            number = next(n for n, item in enumerate(models_of(engine)) if item is original(model))
+            prefix = f"models.{number}."
+        return {
+            name.removeprefix(prefix): value
+            for name, value in engine.full_state_dict().items()
+            if name.startswith(prefix)
+        }
+
+    # ------------------------------------------------------------------ end
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Close the engines, then do what Accelerate does.
+
+        Sharded weights come back to host memory, on every rank, where they fit. All ranks call it.
+        """
+        self._close_engines()
+        return super().free_memory(*objects)
+
+    def end_training(self) -> None:
+        """Close the engines, then do what Accelerate does: end trackers and the process group."""
+        self._close_engines()
+        super().end_training()
+
+    def _close_engines(self) -> None:
+        for engine in self._zero.forget():
+            gather = engine.config.shards_parameters and self._fits(engine.model)
+            engine.close(gather=gather)
+
+    def _fits(self, model: nn.Module) -> bool:
+        needed = sum(p.numel() * p.element_size() for p in model.parameters())
+        available = available_host_bytes()
+        local = int(self.num_processes)
+        fits = torch.tensor(int(available is None or needed * local <= available))
+        if self.num_processes > 1:
+            torch.distributed.all_reduce(fits, torch.distributed.ReduceOp.MIN)
+        if not fits:
+            logging.getLogger("zero_plugin").warning(
+                "the weights stay sharded, since host memory does not hold all of them for each process: save them before "
+                "accelerator.free_memory()"
+            )
+        return bool(fits)
+
+
+def make(
+    accelerator: Any,
+    plain: Callable[..., None],
+    plugin: ZeroOffloadPlugin,
+    args: Any,
+    kwargs: Any,
+) -> None:
+    """Run the stock `__init__`, then make the instance ours.
+
+    Raises:
+        ConfigError: other settings ask for another engine, or for what an engine cannot do.
+    """
+    plain(accelerator, *args, **kwargs)
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    if kind not in _PLAIN_TYPES:
+        raise ConfigError(
+            f"zero-plugin and Accelerate's distributed_type {kind} were both asked for: choose one; zero-plugin runs on "
+            f"{', '.join(_PLAIN_TYPES)}"
+        )
+    accelerator.zero_plugin = plugin
+    setattr(accelerator.state, STATE, plugin)
+    config = plugin.config
+    if accelerator.scaler is not None:
+        accelerator.scaler = None
+        if config.loss_scale is None:
+            config = dataclasses.replace(config, loss_scale="dynamic")
+    accelerator._zero = Prepared(config)  # noqa: SLF001
+    accelerator.__class__ = _class_over(type(accelerator))
+
+
+@functools.cache
+def _class_over(stock: type[Any]) -> type[Any]:
+    """Our class over an Accelerator class; it keeps the name."""
+    if issubclass(stock, ZeroAccelerator):
+        return stock
+    return type(
+        stock.__name__,
+        (ZeroAccelerator, stock),
+        {
+            "__module__": stock.__module__,
+            "__qualname__": stock.__qualname__,
+            "__doc__": stock.__doc__,
+        },
+    )
+
+
+def original(model: nn.Module) -> nn.Module:
+    """The user's module behind `torch.compile`."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def _make_equal(model: nn.Module) -> None:
+    """Rank 0's weights and buffers on every rank, as DistributedDataParallel makes them when it wraps."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        torch.distributed.broadcast(tensor.detach(), 0)
+
+
+def _scaled(loss: Tensor, engines: list[ZeroEngine]) -> Tensor:
+    if not engines:
+        return loss
+    scaled = engines[0].scale_loss(loss)
+    for other in engines[1:]:
+        other.scale_loss(loss)
+        if other.loss_scale != engines[0].loss_scale:
+            raise ConfigError(
+                f"{len(engines)} models were prepared and have a loss scale each, by now {engines[0].loss_scale:g} and "
+                f"{other.loss_scale:g}, so one loss cannot be scaled for both: train them with an Accelerator each, or "
+                "with mixed_precision='bf16', or with a fixed loss_scale"
+            )
+    return scaled
+
+
+def _clip(engine: ZeroEngine, optimizers: list[Any], max_norm: float, norm_type: float) -> Tensor:
+    if len(optimizers) == len(engine.optimizers):
+        return engine.clip_grad_norm_(max_norm, norm_type)
+    (optimizer,) = optimizers
+    return engine.clip_grad_norm_(max_norm, norm_type, optimizer=optimizer)
+
+
+def _clip_together(
+    chosen: Sequence[tuple[ZeroEngine, list[Any]]], max_norm: float, norm_type: float
+) -> Tensor:
+    """Clip the weights of several optimizers by their common norm."""
+    single = [(engine, [optimizer]) for engine, optimizers in chosen for optimizer in optimizers]
+    norms = [_clip(engine, optimizers, math.inf, norm_type) for engine, optimizers in single]
+    total = torch.linalg.vector_norm(torch.stack(norms).double(), norm_type)
+    # torch's own formula, with its 1e-6; each optimizer is given the bound at which its factor is the common one.
+    factor = min(1.0, float(max_norm) / (float(total) + 1e-6))
+    for (engine, optimizers), norm in zip(single, norms, strict=True):
+        if factor < 1.0:
+            _clip(engine, optimizers, factor * (float(norm) + 1e-6), norm_type)
+    return total.to(norms[0].dtype)

@@ -1,0 +1,83 @@
+"""Where zero-plugin enters Accelerate: `Accelerator.__init__`, and nothing else of the class.
+
+Imported into every process that imports Accelerate, so nothing here imports torch or the engine before a run asks for us.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from zero_plugin.integrations._huggingface import plugin
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+STATE = "zero_plugin"
+"""Attribute of the process-wide `AcceleratorState` that holds the plugin in use."""
+
+
+def enter(module: ModuleType) -> None:
+    """Enter one of the modules that the registration knows."""
+    _ENTRANCES[module.__name__](module)
+
+
+def enter_accelerate() -> None:
+    """Enter Accelerate, where the automatic registration has not; imports it.
+
+    Raises:
+        ImportError: Accelerate is not installed.
+    """
+    try:
+        module = import_module("accelerate.accelerator")
+    except ModuleNotFoundError as error:
+        if error.name != "accelerate":
+            raise
+        raise ImportError(
+            "zero_plugin.integrations.accelerate needs Accelerate: pip install 'zero-plugin[accelerate]'"
+        ) from error
+    enter_accelerator(module)
+
+
+def enter_accelerator(module: ModuleType) -> None:
+    """Let `Accelerator` take `zero_plugin=`, and look at the environment.
+
+    An Accelerator that is not asked to be ours is made by the stock code alone.
+
+    Args:
+        module: `accelerate.accelerator`.
+    """
+    stock: type[Any] = module.Accelerator
+    plain: Callable[..., None] = stock.__init__
+    if getattr(plain, "of_zero_plugin", False):
+        return
+
+    @functools.wraps(plain)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it takes the method's place
+        given = kwargs.pop("zero_plugin", None)
+        if given is None and not plugin.is_selected() and _in_use(module) is None:
+            plain(self, *args, **kwargs)
+            return
+        chosen = given or _in_use(module) or plugin.ZeroOffloadPlugin.from_environment()
+        _make(self, plain, chosen, args, kwargs)
+
+    __init__.__dict__["of_zero_plugin"] = True
+    stock.__init__ = __init__
+
+
+def _in_use(module: ModuleType) -> Any:
+    """The plugin of the Accelerator that this process made first, as its other settings are shared."""
+    return module.AcceleratorState._shared_state.get(STATE)  # noqa: SLF001
+
+
+def _make(self: Any, plain: Callable[..., None], chosen: Any, args: Any, kwargs: Any) -> None:
+    # Only now, in a run that asked for us, is the engine imported.
+    ours = import_module("zero_plugin.integrations._huggingface.accelerator")
+    ours.make(self, plain, chosen, args, kwargs)
+
+
+_ENTRANCES: dict[str, Callable[[ModuleType], None]] = {
+    "accelerate.accelerator": enter_accelerator,
+}
