@@ -31,6 +31,11 @@ class NonFinitePolicy:
         self.step_was_skipped = False
         """Whether the last optimizer step was skipped."""
 
+    @property
+    def scaler(self) -> LossScaler:
+        """The loss scale."""
+        return self._scaler
+
     def passes(self, nonfinite: int) -> bool:
         """Whether a step whose gradients have that many non-finite elements goes on."""
         self.step_was_skipped = bool(nonfinite) and self._config.nonfinite != "propagate"
