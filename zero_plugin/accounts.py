@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from zero_plugin.activations.offload import ActivationOffload
 from zero_plugin.config import Tier, ZeroConfig
 from zero_plugin.grads.buckets import Buckets
 from zero_plugin.grads.offload import GradientShards
 from zero_plugin.grads.swapped import SwappedGradients
+from zero_plugin.optim.form import StateForm
 from zero_plugin.optim.pipeline import StepPipeline
 from zero_plugin.optim.states import OptimizerStates
 from zero_plugin.optim.swap import SwappedStates
-from zero_plugin.sharding.parameters import RESIDENT
 from zero_plugin.sharding.partition import Block
 from zero_plugin.sharding.sharded import ShardedModel
+
+if TYPE_CHECKING:
+    from torch import nn
 
 KINDS: tuple[str, ...] = ("params", "master", "moments", "gradients", "activations", "staging")
 """Keys of each tier, the same in all."""
@@ -106,13 +107,10 @@ class Accounts:
             "nvme": sum(held["nvme"].values()),
         }
         for block in more:
-            tier = "device" if block.unit == RESIDENT else config.params
-            aliased = config.optimizer == tier and block.dtype == torch.float32
-            aliased = aliased and config.optimizer != "nvme"
-            count = self._states[block.optimizer].num_states + (not aliased)
-            nbytes = block.chunk * 4 * count
+            form = self._states[block.optimizer].form_of(block)
+            nbytes = block.chunk * sum(form.widths)
             if self._swap is not None:
-                nbytes = self._swap.file_bytes(block, count)
+                nbytes = self._swap.file_bytes(block, form)
             need[config.optimizer] += max(nbytes, _SMALLEST)
             need[config.gradients] += max(
                 block.chunk * self._gradients.dtype(block).itemsize, _SMALLEST
@@ -126,13 +124,13 @@ class Accounts:
         if isinstance(self._gradients, SwappedGradients):
             need["host"] += self._gradients.planned(every)
         if self._swap is not None:
-            need["host"] += self._swap.planned(self.counted(every))
+            need["host"] += self._swap.planned(self.formed(every))
         need["device"] += self._buckets.planned(every)
         return need
 
-    def counted(self, blocks: Sequence[Block]) -> list[tuple[Block, int]]:
-        """Blocks with the number of their states, the master included."""
-        return [(block, self._states[block.optimizer].num_states + 1) for block in blocks]
+    def formed(self, blocks: Sequence[Block]) -> list[tuple[Block, StateForm]]:
+        """Blocks with what is kept of their states."""
+        return [(block, self._states[block.optimizer].form_of(block)) for block in blocks]
 
 
 def _home(tier: Tier) -> Tier:

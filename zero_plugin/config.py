@@ -131,6 +131,9 @@ class ZeroConfig:
     nvme_checksum: bool = False
     """Check that what is read from `nvme` is what was written there."""
 
+    split_master: bool = False
+    """Stage 3: keep the fp32 master of bf16 weights as a 16-bit remainder beside them; see `docs/placements.md`."""
+
     overlap: bool = True
     """Move bytes on lanes beside the computation. False: every operation runs where it is issued."""
 
@@ -292,6 +295,7 @@ class ZeroConfig:
             "delayed_update",
             "broadcast_buffers",
             "nvme_checksum",
+            "split_master",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
@@ -384,6 +388,24 @@ class ZeroConfig:
                     f"{name}={getattr(self, name)!r} has no effect below stage 3: leave it out, or set stage=3"
                 )
 
+    def _check_split(self) -> None:
+        if not self.split_master:
+            return
+        if not self.shards_parameters:
+            raise ConfigError(
+                "split_master=True needs stage=3: the master's upper half is the rank's shard of the weights, and below stage 3 "
+                "weights are not sharded; set stage=3, or split_master=False"
+            )
+        if self.optimizer == "device":
+            raise ConfigError(
+                "split_master=True is not supported with optimizer='device': set optimizer='host' or 'nvme'"
+            )
+        if self.delayed_update:
+            raise ConfigError(
+                "split_master=True is not supported with delayed_update=True: the compute weights, which hold half of the master, "
+                "are one step behind it; leave one of the two out"
+            )
+
     def _check_nvme(self) -> None:
         if "nvme" in (self.params, self.optimizer, self.gradients, self.activations):
             if not self.nvme_paths:
@@ -414,6 +436,7 @@ class ZeroConfig:
 
     def _check_combinations(self) -> None:
         self._check_below_stage_3()
+        self._check_split()
         self._check_nvme()
         if self.delayed_update_warmup != 40 and not self.delayed_update:
             raise ConfigError(

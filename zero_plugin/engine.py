@@ -334,6 +334,8 @@ class ZeroEngine:
         with untraced(), torch.inference_mode(mode=False), torch.no_grad():
             written = self._roster.take_foreign_writes(number, self._resources.control)
             self._states[number].import_weights(written)
+            if self._sharded is not None and self._states[number].shares_weights:
+                self._sharded.rest()
             self._states[number].load_state_dict(state)
             for ours, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
                 ours.update({key: value for key, value in theirs.items() if key != "params"})
@@ -416,8 +418,8 @@ class ZeroEngine:
 
     def keep_states(self) -> KeptStates:
         """The optimizer states, to read after `close`: call it right before."""
-        if self._swap is not None:
-            self._swap.keep_files()
+        for states in self._states:
+            states.keep()
         return KeptStates(
             self._states,
             size=self._resources.group.size if self.config.shards_optimizer else 1,
@@ -569,7 +571,7 @@ class ZeroEngine:
                 self._sharded.admit(blocks)
             self._gradients.add_blocks(blocks)
             if self._swap is not None:
-                self._swap.prepare(self._accounts.counted(self._roster.blocks))
+                self._swap.prepare(self._accounts.formed(self._roster.blocks))
             for number, states in enumerate(self._states):
                 states.add_blocks([block for block in blocks if block.optimizer == number])
             self._buckets.add_blocks(self._roster.blocks)

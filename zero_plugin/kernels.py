@@ -302,8 +302,7 @@ class Kernels:
             output_dtype: fp32, bf16, fp16, or None when nothing is to be written but master and states.
             scale: factor on the gradient, e.g. 1 / loss scale x clip coefficient.
             clip_value: bound on the magnitude of each gradient element after scaling, or None.
-            split: the first column holds the addresses of int16 remainders, and the master is what they and the bf16 outputs
-                are together (`zero_plugin.optim.split`): outputs are read too, and every row has one.
+            split: the first address is of an int16 remainder, and the outputs (bf16) are read too: `zero_plugin.optim.split`.
 
         Raises:
             TypeError: a dtype is not one of those above.

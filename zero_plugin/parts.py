@@ -20,6 +20,7 @@ from zero_plugin.grads.offload import GradientShards
 from zero_plugin.grads.reducer import GradientReducer
 from zero_plugin.grads.scaler import LossScaler
 from zero_plugin.grads.swapped import SwappedGradients
+from zero_plugin.optim.form import StateForms
 from zero_plugin.optim.pipeline import StepPipeline
 from zero_plugin.optim.states import OptimizerStates
 from zero_plugin.optim.swap import SwappedStates
@@ -72,8 +73,14 @@ class Parts:
     ) -> list[OptimizerStates]:
         """The states of each optimizer, without blocks yet."""
         shards = self.sharded.shards if self.sharded else None
+        forms = StateForms(
+            optimizer=config.optimizer,
+            params=config.params,
+            splits=config.split_master,
+            holds=config.delayed_update,
+        )
         return [
-            OptimizerStates(item, resources.backend, config.optimizer, shards, self.swap)
+            OptimizerStates(item, resources.backend, forms, shards, self.swap)
             for item in optimizers
         ]
 

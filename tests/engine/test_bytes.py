@@ -21,8 +21,9 @@ from torch import nn
 
 from zero_plugin.engine import ZeroEngine
 from zero_plugin.runtime.memory import round_to_pages
-from zero_plugin.sharding.layout import group_by_bytes, lay_out, round_up
+from zero_plugin.sharding.layout import group_by_bytes, lay_out
 from zero_plugin.sharding.peer import PIECE_BYTES
+from zero_plugin.store.layout import round_up
 
 KEYS = ("device_to_host", "host_to_device", "reduce_scatter", "all_gather", "all_reduce")
 WIDTHS = {torch.float32: 4, torch.bfloat16: 2}

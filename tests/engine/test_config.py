@@ -73,6 +73,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"speculate": True}, r"speculate=True is not supported by this version"),
     ({"delayed_update": True}, r"delayed_update=True is not supported by this version"),
     ({"nvme_path": "/scratch"}, r"nvme_path='/scratch' has no effect"),
+    ({"split_master": True}, r"split_master=True needs stage=3"),
+    ({"split_master": 1}, r"split_master=1 must be True or False"),
+    (
+        {"split_master": True, "stage": 3, "optimizer": "device"},
+        r"split_master=True is not supported with optimizer='device'",
+    ),
     ({"nvme_limit": "8GiB"}, r"nvme_limit='8GiB' has no effect"),
     ({"overlap": False, "backend": "threads"}, r"overlap=False contradicts backend='threads'"),
     ({"overlap": False, "backend": "chaos"}, r"overlap=False contradicts backend='chaos'"),

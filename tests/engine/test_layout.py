@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from zero_plugin.errors import ConfigError
-from zero_plugin.sharding.layout import UNIT, cut, group_by_bytes, lay_out, round_up
+from zero_plugin.sharding.layout import UNIT, cut, group_by_bytes, lay_out
 from zero_plugin.sharding.parameters import ManagedParameter
 from zero_plugin.sharding.partition import (
     Block,
@@ -21,6 +21,7 @@ from zero_plugin.sharding.partition import (
     pack,
     unpack_pairs,
 )
+from zero_plugin.store.layout import round_up
 
 NUMELS = st.integers(0, 400) | st.integers(0, 10**9)
 SMALL_NUMELS = st.lists(st.integers(0, 130), min_size=1, max_size=7)

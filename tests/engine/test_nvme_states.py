@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from zero_plugin import Lion, _native
 from zero_plugin.engine import ZeroEngine
 from zero_plugin.optim.swap import SwappedStates, TileUpdate
-from zero_plugin.sharding.layout import round_up
+from zero_plugin.store.layout import round_up
 from zero_plugin.store.store import NvmeStore
 from zero_plugin.trace import Event
 

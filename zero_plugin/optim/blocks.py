@@ -7,6 +7,7 @@ the master: nothing is stored twice and nothing is copied.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,13 @@ from zero_plugin.config import Tier
 from zero_plugin.grads.norm import Clip
 from zero_plugin.kernels import Kernels
 from zero_plugin.optim.fallback import ForeignBlock
+from zero_plugin.optim.form import MasterForm, StateForm
 from zero_plugin.optim.reference import update as reference_update
 from zero_plugin.optim.rule import Rule
 from zero_plugin.runtime.backend import Backend
-from zero_plugin.sharding.layout import UNIT, round_up
+from zero_plugin.sharding.layout import UNIT
 from zero_plugin.sharding.partition import Block
+from zero_plugin.store.layout import round_up
 
 Int64 = npt.NDArray[np.int64]
 
@@ -36,12 +39,13 @@ class BlockStates:
     Attributes:
         block: the block.
         tier: where they lie.
-        master: fp32 [chunk], or None when the compute weights are the master.
+        master: fp32 [chunk], or None when the compute weights are the master, or their part of it is.
         states: fp32 [chunk] each, in the rule's order; empty for a foreign optimizer.
         foreign: the torch optimizer that runs this block, for optimizers without a compiled rule.
         weights: the chunk of the compute weights on this rank, where they are sharded; else None.
-        swapped_bytes: bytes in files of each of master and states.
-        num_swapped: how many of them lie in files; master and states are not here then.
+        form: how the master is kept.
+        remainder: int16 [chunk], what the compute weights lack of the master in split form; None where it lies in a file.
+        swapped: bytes in files of each part; none of them is here then.
     """
 
     block: Block
@@ -50,13 +54,19 @@ class BlockStates:
     states: tuple[Tensor, ...]
     foreign: ForeignBlock | None = None
     weights: Tensor | None = None
-    swapped_bytes: int = 0
-    num_swapped: int = 0
+    form: MasterForm = "whole"
+    remainder: Tensor | None = None
+    swapped: tuple[int, ...] = ()
 
     @property
     def is_swapped(self) -> bool:
         """Whether master and states lie in files (`zero_plugin.optim.swap`), not here."""
-        return self.num_swapped > 0
+        return bool(self.swapped)
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether the update takes the compute weights, or their part of the master, from what it writes."""
+        return self.form == "split" or (self.form == "weights" and self.is_swapped)
 
     @property
     def weights_are_master(self) -> bool:
@@ -79,9 +89,11 @@ class BlockStates:
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of the master; 0 where the compute weights serve."""
+        """Bytes of the master, or of its remainder; 0 where the compute weights serve."""
         if self.is_swapped:
-            return self.swapped_bytes
+            return 0 if self.form == "weights" else self.swapped[0]
+        if self.remainder is not None:
+            return self.remainder.numel() * 2
         return 0 if self.master is None or self.weights_are_master else self.master.numel() * 4
 
     @property
@@ -90,7 +102,7 @@ class BlockStates:
         if self.foreign is not None:
             return self.foreign.state_bytes
         if self.is_swapped:
-            return self.swapped_bytes * (self.num_swapped - 1)
+            return sum(self.swapped) - self.master_bytes
         return sum(state.numel() * 4 for state in self.states)
 
     def import_weights(self, positions: Sequence[int]) -> None:
@@ -108,9 +120,9 @@ def allocate_states(
     block: Block,
     tier: Tier,
     *,
+    form: StateForm,
     fills: Sequence[float],
     weights: Tensor | None = None,
-    weights_tier: Tier = "device",
 ) -> BlockStates:
     """Reserve a block's region and import the master from the weights.
 
@@ -118,25 +130,31 @@ def allocate_states(
         backend: allocates the memory.
         block: whose states.
         tier: where they lie.
+        form: what is kept.
         fills: initial value of each state beside the master.
-        weights: the chunk of the compute weights, where they are sharded; in the optimizer's tier and fp32 it is the
-            master.
-        weights_tier: where that chunk lies.
+        weights: the chunk of the compute weights, where they are sharded.
     """
     memory = "device" if tier == "device" else "host"
-    aliased = block.dtype == torch.float32 and (
-        tier == "device" if weights is None else weights_tier == tier
-    )
-    count = len(fills) + (not aliased)
-    stride = round_up(block.chunk * 4, UNIT * 4)
-    region = backend.allocate(max(count * stride, 64), memory)
+    strides = [round_up(block.chunk * width, UNIT * 4) for width in form.widths]
+    region = backend.allocate(max(sum(strides), 64), memory)
     region.zero_()
     parts = [
-        region[i * stride : i * stride + block.chunk * 4].view(torch.float32) for i in range(count)
+        region[start : start + block.chunk * dtype.itemsize].view(dtype)
+        for start, dtype in zip(itertools.accumulate(strides, initial=0), form.dtypes, strict=False)
     ]
-    master = weights if aliased else parts.pop(0)
+    # The master of bf16 weights that have just been made is those weights: nothing remains.
+    remainder = parts.pop(0) if form.master == "split" else None
+    master = None if remainder is not None else weights
+    if form.master == "whole":
+        master = parts.pop(0)
     states = BlockStates(
-        block=block, tier=tier, master=master, states=tuple(parts), weights=weights
+        block=block,
+        tier=tier,
+        form=form.master,
+        master=master,
+        remainder=remainder,
+        states=tuple(parts),
+        weights=weights,
     )
     for part, fill in zip(parts, fills, strict=True):
         if fill:
@@ -182,7 +200,7 @@ class BlockUpdate:
     @property
     def writes(self) -> tuple[Tensor, ...]:
         """What the update changes."""
-        own = (self.states.master, self.output)
+        own = (self.states.master, self.states.remainder, self.output)
         return (*(tensor for tensor in own if tensor is not None), *self.states.states)
 
     def apply(self, kernels: Kernels) -> None:
@@ -198,6 +216,7 @@ class BlockUpdate:
                 output_dtype=self._output_dtype,
                 scale=self.clip.factor,
                 clip_value=self.clip.value,
+                split=self.states.remainder is not None,
             )
         else:
             self._apply_reference(self.rule)
@@ -219,7 +238,9 @@ class BlockUpdate:
         offsets = np.asarray(block.layout.offsets, dtype=np.int64)[positions]
         numels = np.asarray([block.own_slice(p).numel for p in self.positions], dtype=np.int64)
         table = np.zeros((len(positions), 7), dtype=np.int64)
-        if states.master is not None:
+        if states.remainder is not None:
+            table[:, 0] = states.remainder.data_ptr() + 2 * offsets
+        elif states.master is not None:
             table[:, 0] = states.master.data_ptr() + 4 * offsets
         else:
             table[:, 0] = [states.master_view(p).data_ptr() for p in self.positions]

@@ -188,7 +188,7 @@ class StepPipeline:
         output, output_lease = self._output(states)
         if output_lease is not None:
             leases.append(output_lease)
-        if output is not None and self._keeps_some(plan):
+        if output is not None and self._is_filled(plan, states, output):
             after = (*after, *self._fill_output(block, output))
         if self._swap is not None and rule is not None and output is not None:
             fields = {
@@ -224,8 +224,10 @@ class StepPipeline:
         )
         return self._hand_over(plan, states, output, output_lease, updated, input_lease)
 
-    def _keeps_some(self, plan: BlockPlan) -> bool:
-        """Whether the block's new weights are written as a whole, but only some members change."""
+    def _is_filled(self, plan: BlockPlan, states: BlockStates, output: Tensor) -> bool:
+        """Whether the present weights come first: the update reads them, or writes a whole of which only some change."""
+        if states.reads_weights:
+            return output is not states.weights
         absent = len(plan.positions) < len(plan.block.parameters)
         return absent and plan.block.unit != RESIDENT and self._weights_tier == "nvme"
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from zero_plugin.config import Tier
 from zero_plugin.errors import CheckpointError, OptimizerError
 from zero_plugin.optim.blocks import BlockStates, allocate_states
 from zero_plugin.optim.fallback import ForeignBlock, check_element_wise, clone_optimizer
+from zero_plugin.optim.form import MasterForm, StateForm, StateForms
 from zero_plugin.optim.plan import StepPlan, plan_step
 from zero_plugin.optim.rule import Rule, rule_for, unsupported_option, why_not
+from zero_plugin.optim.split import follow, join, split
 from zero_plugin.optim.swap import SwappedStates
 from zero_plugin.runtime.backend import Backend
 from zero_plugin.sharding.parameters import RESIDENT, ManagedParameter
@@ -39,7 +41,7 @@ class OptimizerStates:
     Args:
         optimizer: the user's torch optimizer.
         backend: allocates memory.
-        tier: where the states lie.
+        forms: where the states lie, and what is kept of them.
         weights: this rank's shards of the compute weights, where they are sharded.
         swap: where the states lie, if on NVMe.
 
@@ -51,7 +53,7 @@ class OptimizerStates:
         self,
         optimizer: Optimizer,
         backend: Backend,
-        tier: Tier,
+        forms: StateForms,
         weights: WeightShards | None = None,
         swap: SwappedStates | None = None,
     ) -> None:
@@ -60,7 +62,7 @@ class OptimizerStates:
         """Where the states lie, if on NVMe."""
         self.optimizer = optimizer
         self._backend = backend
-        self._tier: Tier = tier
+        self._forms = forms
         self.rule: Rule | None = rule_for(optimizer)
         if self.rule is None:
             check_element_wise(optimizer)
@@ -68,6 +70,11 @@ class OptimizerStates:
                 raise OptimizerError(
                     f"{type(optimizer).__name__} runs as plain torch ({why_not(optimizer)}), and states on NVMe need a "
                     "compiled optimizer: use Adam, AdamW, Adagrad, Lion or SGD, or optimizer='host'"
+                )
+            if forms.splits:
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} runs as plain torch ({why_not(optimizer)}), and a split master needs a compiled "
+                    "optimizer: use Adam, AdamW, Adagrad, Lion or SGD, or split_master=False"
                 )
             logging.getLogger(__name__).warning(
                 "%s runs as plain torch on this rank's shards, slower than a compiled optimizer: %s",
@@ -97,9 +104,27 @@ class OptimizerStates:
         """Updates that a member has had."""
         return self._steps[index]
 
+    def opened(self, states: BlockStates, *, write: bool) -> AbstractContextManager[BlockStates]:
+        """A block's states in memory, with a fp32 master, whatever is kept of it and wherever it lies.
+
+        Args:
+            states: of the block.
+            write: whether they are changed; no full weights of the block may be gathered then.
+        """
+        return self._here(states, write=write)
+
     def set_step_count(self, index: int, count: int) -> None:
         """Replace it, with the states it goes with."""
         self._steps[index] = count
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether masters are in shards of the compute weights, or half in them: a new master changes those."""
+        return any(item.reads_weights for item in self.blocks.values())
+
+    def form_of(self, block: Block) -> StateForm:
+        """What is kept of a block's states."""
+        return self._forms.of(block, self.num_states)
 
     def add_blocks(self, blocks: Sequence[Block]) -> None:
         """Reserve states for new blocks and take over what the optimizer already holds for them."""
@@ -111,6 +136,8 @@ class OptimizerStates:
                 masters = {i: states.master_view(i) for i in range(len(block.parameters))}
                 states.foreign = ForeignBlock(self.optimizer, masters)
             self.blocks[block.index] = states
+            if states.form == "split" and self._weights is not None:
+                self._weights.followers[block.index] = partial(self._follow, states)
             for position, member in enumerate(block.parameters):
                 self._steps[member.index] = 0
                 held = self.optimizer.state.pop(member.parameter, None)
@@ -119,35 +146,44 @@ class OptimizerStates:
                         self._load_member(here, position, held)
 
     def _allocate(self, block: Block, fills: Sequence[float]) -> BlockStates:
+        form = self._forms.of(block, len(fills))
         weights = None
         if self._weights is not None and block.unit != RESIDENT:
             weights = self._weights.snapshot(block)
         stays = self._weights is None or self._weights.tier != "nvme"
         if self.swap is None:
             states = allocate_states(
-                self._backend,
-                block,
-                self._tier,
-                fills=fills,
-                weights=weights,
-                weights_tier=self._weights.tier if self._weights else "device",
+                self._backend, block, self._forms.optimizer, form=form, fills=fills, weights=weights
             )
-            if not stays:
-                states.weights = None
-            return states
-        count = len(fills) + 1
-        self.swap.add_block(block, count)
+        else:
+            states = self._fill_tiles(self.swap, block, form, fills, weights)
+        if not stays:
+            states.weights = None
+        return states
+
+    @staticmethod
+    def _fill_tiles(
+        swap: SwappedStates,
+        block: Block,
+        form: StateForm,
+        fills: Sequence[float],
+        weights: Tensor | None,
+    ) -> BlockStates:
+        swap.add_block(block, form)
+        strides = zip(*(tile.strides for tile in swap.tiles(block)), strict=True)
         states = BlockStates(
             block=block,
             tier="nvme",
+            form=form.master,
             master=None,
             states=(),
             weights=weights,
-            swapped_bytes=sum(tile.stride for tile in self.swap.tiles(block)),
-            num_swapped=count,
+            swapped=tuple(map(sum, strides)) or (0,) * len(form.widths),
         )
-        for tile in self.swap.tiles(block):
-            with self.swap.opened(tile, write=True, fresh=True) as (master, *others):
+        # What is left of a master that is its weights is nothing, in split form.
+        begins = (*(None for _ in form.widths[: len(form.widths) - len(fills)]), *fills)
+        for tile in swap.tiles(block):
+            with swap.opened(tile, write=True, fresh=True) as parts:
                 for position in range(len(block.parameters)):
                     offset, view = block.layout.offsets[position], states.weights_view(position)
                     start = max(offset, tile.start)
@@ -155,44 +191,101 @@ class OptimizerStates:
                     if start >= stop:
                         continue
                     inside = slice(start - tile.start, stop - tile.start)
-                    master[inside].copy_(view[start - offset : stop - offset])
-                    for other, fill in zip(others, fills, strict=True):
-                        other[inside].fill_(fill)
-        if not stays:
-            states.weights = None
+                    for part, begin in zip(parts, begins, strict=True):
+                        if begin is not None:
+                            part[inside].fill_(begin)
+                        elif form.master == "whole":
+                            part[inside].copy_(view[start - offset : stop - offset])
         return states
 
     @contextmanager
     def _here(self, states: BlockStates, *, write: bool) -> Generator[BlockStates]:
-        """A block's states in memory, to look at or to change outside a step."""
-        block = states.block
-        weights = states.weights
-        lies_elsewhere = weights is None and block.unit != RESIDENT
-        if self._weights is not None and lies_elsewhere and not self._weights.closed:
-            weights = self._weights.snapshot(block)
-        if self.swap is None or not states.is_swapped:
+        """A block's states in memory, with a fp32 master, to look at or to change outside a step.
+
+        Where the compute weights hold the master, or half of it, they change with it: no full weights of theirs may be here
+        then.
+        """
+        weights = self._present_weights(states)
+        if not states.is_swapped and states.form != "split":
             yield replace(states, weights=weights)
             return
-        whole = [
-            torch.zeros(block.chunk, dtype=torch.float32, device="cpu")
-            for _ in range(states.num_swapped)
-        ]
+        parts = self._read_parts(states)
+        here = BlockStates(
+            block=states.block,
+            tier="host",
+            master=_master_of(states.form, weights, parts),
+            states=tuple(parts[states.form != "weights" :]),
+            weights=weights,
+        )
+        yield here
+        if write and here.master is not None:
+            if states.form == "split":
+                new, parts[0] = split(here.master)
+                self._replace_weights(states, weights, new)
+            elif states.form == "weights":
+                self._replace_weights(states, weights, here.master)
+            self._write_parts(states, parts)
+
+    def _present_weights(self, states: BlockStates) -> Tensor | None:
+        """This rank's shard of the compute weights; None where a member's own memory has them."""
+        block = states.block
+        if states.weights is not None or self._weights is None or block.unit == RESIDENT:
+            return states.weights
+        if self._weights.closed and not states.reads_weights:
+            return None
+        return self._weights.snapshot(block)
+
+    def _read_parts(self, states: BlockStates) -> list[Tensor]:
+        """Whole chunks of what is kept of a block: the first one may be replaced, the others written to."""
+        block = states.block
+        if self.swap is None or not states.is_swapped:
+            first = () if states.remainder is None else (states.remainder,)
+            return [*first, *states.states]
+        dtypes = self._forms.of(block, self.num_states).dtypes
+        whole = [torch.zeros(block.chunk, dtype=dtype, device="cpu") for dtype in dtypes]
         for tile in self.swap.tiles(block):
             with self.swap.opened(tile, write=False) as parts:
                 for full, part in zip(whole, parts, strict=True):
                     full[tile.start : tile.stop].copy_(part)
-        yield BlockStates(
-            block=block,
-            tier="host",
-            master=whole[0],
-            states=tuple(whole[1:]),
-            weights=weights,
-        )
-        if write:
-            for tile in self.swap.tiles(block):
-                with self.swap.opened(tile, write=True) as parts:
-                    for full, part in zip(whole, parts, strict=True):
-                        part.copy_(full[tile.start : tile.stop])
+        return whole
+
+    def _write_parts(self, states: BlockStates, whole: Sequence[Tensor]) -> None:
+        if self.swap is None or not states.is_swapped:
+            if states.remainder is not None:
+                states.remainder.copy_(whole[0])
+            return
+        for tile in self.swap.tiles(states.block):
+            with self.swap.opened(tile, write=True) as parts:
+                for full, part in zip(whole, parts, strict=True):
+                    part.copy_(full[tile.start : tile.stop])
+
+    def _replace_weights(self, states: BlockStates, old: Tensor | None, new: Tensor) -> None:
+        """Write compute weights that a new master changes."""
+        if self._weights is None or old is None:
+            return
+        if not torch.equal(old.cpu().view(torch.uint8), new.view(torch.uint8)):
+            self._weights.replace(states.block, new)
+
+    def _follow(self, states: BlockStates, before: Tensor, after: Tensor) -> None:
+        """Take a write of user code to the weights of a block in split form into its remainder."""
+        parts = self._read_parts(states)
+        new = after.cpu()
+        follow(before.cpu(), new, parts[0])
+        self._write_parts(states, parts)
+        after.copy_(new)
+
+    def keep(self) -> None:
+        """Have the states be readable once the engine is closed."""
+        if self.swap is not None:
+            self.swap.keep_files()
+        if self._weights is not None and self.shares_weights:
+            self._weights.keep()
+
+    def read_master(self, states: BlockStates, destination: Tensor) -> None:
+        """Copy this rank's chunk of a block's fp32 master to `destination` [chunk], rounded to its dtype."""
+        with self._here(states, write=False) as here:
+            if here.master is not None:
+                destination.copy_(here.master)
 
     def plan(self, is_present: Callable[[int], bool]) -> StepPlan:
         """Plan a step over the present parameters, and count it.
@@ -232,8 +325,13 @@ class OptimizerStates:
                 )
 
     def import_weights(self, changed: set[int]) -> None:
-        """Take compute weights that user code wrote into the masters, where they differ."""
+        """Take compute weights that user code wrote into the masters, where they differ.
+
+        A master that is in the weights, or half in them, has followed already.
+        """
         for states in self.blocks.values():
+            if states.reads_weights:
+                continue
             positions = [
                 position
                 for position, member in enumerate(states.block.parameters)
@@ -263,17 +361,18 @@ class OptimizerStates:
             written = master.to(weights.dtype) != weights.to(master.device)
             master.copy_(torch.where(written, weights.to(master.device, torch.float32), master))
 
-    def state_dict(self, gather: Gather, *, keep: bool) -> dict[str, Any]:
+    def state_dict(self, gather: Gather, *, keep: bool, ahead: bool = False) -> dict[str, Any]:
         """The state in torch's format.
 
         Args:
             gather: a collective; every rank calls it for the same blocks in the same order.
             keep: False on ranks that only take part in the gathers.
+            ahead: the masters are newer than the compute weights: give those of fp32 weights too.
         """
         full: dict[int, dict[str, Any]] = {}
         for states in self.blocks.values():
             with self._here(states, write=False) as here:
-                gathered = self._gather_block(here, gather)
+                gathered = self._gather_block(here, gather, ahead=ahead)
             if keep:
                 full.update({i: entry for i, entry in gathered.items() if self._steps[i]})
         if not keep:
@@ -302,26 +401,28 @@ class OptimizerStates:
 
     # Torch's format ----------------------------------------------------------------------------------------------
 
-    def _gather_block(self, states: BlockStates, gather: Gather) -> dict[int, dict[str, Any]]:
+    def _gather_block(
+        self, states: BlockStates, gather: Gather, *, ahead: bool
+    ) -> dict[int, dict[str, Any]]:
         block = states.block
         entries: dict[int, dict[str, Any]] = {
             member.index: {"step": torch.tensor(float(self._steps[member.index]), device="cpu")}
             for member in block.parameters
         }
-        for name, chunk in self._named_chunks(states):
+        for name, chunk in self._named_chunks(states, ahead=ahead):
             for member, full in zip(block.parameters, gather(block, chunk), strict=True):
                 entries[member.index][name] = full
         for member, scalars in zip(block.parameters, self._foreign_scalars(states), strict=True):
             entries[member.index].update(scalars)
         return entries
 
-    def _named_chunks(self, states: BlockStates) -> list[tuple[str, Tensor]]:
+    def _named_chunks(self, states: BlockStates, *, ahead: bool) -> list[tuple[str, Tensor]]:
         named: list[tuple[str, Tensor]] = []
         if self.rule is not None:
             named += list(zip(self.rule.state_names, states.states, strict=True))
         else:
             named += self._foreign_chunks(states)
-        if states.master is not None and states.block.dtype != torch.float32:
+        if states.master is not None and (ahead or states.block.dtype != torch.float32):
             named.append((MASTER_KEY, states.master))
         return named
 
@@ -478,6 +579,13 @@ class OptimizerStates:
             for member in states.block.parameters
             if id(member.parameter) in number_of
         }
+
+
+def _master_of(form: MasterForm, weights: Tensor | None, parts: Sequence[Tensor]) -> Tensor | None:
+    """The fp32 master of a block in host memory, from its shard of the weights and what is kept beside them."""
+    if form == "whole" or weights is None:
+        return parts[0]
+    return join(weights.cpu(), parts[0]) if form == "split" else weights.clone()
 
 
 def foreign_state_names(optimizer: Optimizer) -> list[str]:

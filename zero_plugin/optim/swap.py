@@ -1,7 +1,8 @@
 """Optimizer states on NVMe: tiles that are read, updated in a slab, and written back.
 
 A block's elements are cut into tiles; a tile's `[master | state 0 | state 1]` is one contiguous region of the file, so that it
-is one read and one write. Reads run ahead of the update as far as there are slabs, and a slab is free again when its
+is one read and one write. Where the compute weights hold the master, or its upper half, the region has the rest only
+(`zero_plugin.optim.form`). Reads run ahead of the update as far as there are slabs, and a slab is free again when its
 write has ended: read(i+k) | update(i) | write(i-1) (ZeRO-Infinity, SC'21, section 5.2.2).
 
 The last tiles of a step may stay in memory (a cache of any size), and the next step of the same optimizer goes through
@@ -10,6 +11,7 @@ its tiles in the opposite order: it begins with those that are here. So what is 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,14 +24,16 @@ import torch
 from zero_plugin.errors import BudgetError
 from zero_plugin.grads.norm import Clip
 from zero_plugin.kernels import Kernels
+from zero_plugin.optim.form import StateForm
 from zero_plugin.optim.rule import Rule
 from zero_plugin.runtime.backend import Backend, Ticket
 from zero_plugin.runtime.buffers import Lease, SlabPool
 from zero_plugin.runtime.io import Read, Write
 from zero_plugin.runtime.memory import PAGE, round_to_pages
 from zero_plugin.runtime.operations import Update
-from zero_plugin.sharding.layout import round_up
 from zero_plugin.sharding.partition import Block
+from zero_plugin.store.layout import round_up
+from zero_plugin.store.staging import grow_pool
 from zero_plugin.store.store import NvmeStore
 
 if TYPE_CHECKING:
@@ -54,8 +58,8 @@ class Tile:
         stop: one past the last.
         extent: the file space of the block's states.
         offset: bytes before this tile's region in it.
-        stride: bytes from one state to the next in the region.
-        count: states in the region, the master included.
+        form: which parts the region has.
+        strides: bytes of each part in the region.
     """
 
     block: Block
@@ -63,20 +67,22 @@ class Tile:
     stop: int
     extent: Extent
     offset: int
-    stride: int
-    count: int
+    form: StateForm
+    strides: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the region."""
-        return self.stride * self.count
+        return sum(self.strides)
 
     def parts(self, region: Tensor) -> list[Tensor]:
-        """Master and states in a region, fp32 [stop - start] each."""
+        """What the region holds, [stop - start] each: fp32 master or int16 remainder, if any, and the fp32 states."""
         numel = self.stop - self.start
         return [
-            region[i * self.stride : i * self.stride + numel * 4].view(torch.float32)
-            for i in range(self.count)
+            region[place : place + numel * dtype.itemsize].view(dtype)
+            for place, dtype in zip(
+                itertools.accumulate(self.strides, initial=0), self.form.dtypes, strict=False
+            )
         ]
 
 
@@ -90,7 +96,7 @@ class TileUpdate:
         positions: members of the block that have a gradient.
         rows: hyper row of each.
         gradient: the block's summed gradient [chunk].
-        output: the block's new compute weights [chunk], its dtype.
+        output: the block's compute weights [chunk], its dtype; also read where they are part of the master.
         rule: the compiled rule.
         hyper: [rows, 16] hyper-parameters, float64.
         clip: factor and value bound.
@@ -123,14 +129,21 @@ class TileUpdate:
             torch.from_numpy(self._segments()),
             self.hyper,
             gradient_dtype=self.gradient.dtype,
-            output_dtype=self.output.dtype,
+            output_dtype=None if self.tile.form.master == "weights" else self.output.dtype,
             scale=self.clip.factor,
             clip_value=self.clip.value,
+            split=self.tile.form.master == "split",
         )
 
     def _segments(self) -> npt.NDArray[np.int64]:
         tile, block = self.tile, self.tile.block
-        parts = [part.data_ptr() for part in tile.parts(self.region)]
+        parts = list(
+            zip(
+                [part.data_ptr() for part in tile.parts(self.region)],
+                tile.form.widths,
+                strict=True,
+            )
+        )
         rows: list[list[int]] = []
         for position, row in zip(self.positions, self.rows, strict=True):
             offset = block.layout.offsets[position]
@@ -138,15 +151,16 @@ class TileUpdate:
             stop = min(offset + block.own_slice(position).numel, tile.stop)
             if start >= stop:
                 continue
-            inside = 4 * (start - tile.start)
-            states = [part + inside for part in parts[1:]]
+            output = self.output.data_ptr() + self.output.element_size() * start
+            columns = [part + width * (start - tile.start) for part, width in parts]
+            if tile.form.master == "weights":
+                columns, output = [output, *columns], 0
             rows.append(
                 [
-                    parts[0] + inside,
-                    *states,
-                    *(0 for _ in range(2 - len(states))),
+                    *columns,
+                    *(0 for _ in range(3 - len(columns))),
                     self.gradient.data_ptr() + self.gradient.element_size() * start,
-                    self.output.data_ptr() + self.output.element_size() * start,
+                    output,
                     stop - start,
                     int(row),
                 ]
@@ -203,11 +217,11 @@ class SwappedStates:
         """Bytes of the slabs, cache included."""
         return 0 if self._pool is None else self._pool.nbytes
 
-    def planned(self, blocks: Sequence[tuple[Block, int]]) -> int:
+    def planned(self, blocks: Sequence[tuple[Block, StateForm]]) -> int:
         """Bytes of the slabs with these blocks.
 
         Args:
-            blocks: each with its number of states, the master included.
+            blocks: each with its form.
 
         Raises:
             BudgetError: `nvme_buffer_bytes` is too small for one.
@@ -217,50 +231,42 @@ class SwappedStates:
             return self._pool.nbytes
         return round_to_pages(slab) * slabs
 
-    def file_bytes(self, block: Block, count: int) -> int:
-        """Bytes of file space that a block of `count` states takes."""
-        return sum(stride for _, _, stride in self._ranges(block, count)) * count
+    def file_bytes(self, block: Block, form: StateForm) -> int:
+        """Bytes of file space that a block of this form takes."""
+        return sum(sum(strides) for _, _, strides in self._ranges(block, form))
 
-    def prepare(self, blocks: Sequence[tuple[Block, int]]) -> None:
+    def prepare(self, blocks: Sequence[tuple[Block, StateForm]]) -> None:
         """Reserve the slabs for these blocks, given as to `planned`; the pool there is stays if it suffices."""
         # Each optimizer's share of the cache changes with the blocks.
         self.forget_cache()
         slab, slabs = self._slab_size(blocks)
-        if slab == 0 or (self._pool is not None and self._pool.slab_bytes >= slab):
+        if slab == 0:
             return
-        if self._pool is not None:
-            self._pool.close()
-        self._pool = SlabPool(
-            name="states on their way",
-            backend=self._backend,
-            slab_bytes=slab,
-            slabs=slabs,
-            memory="host",
-            setting="nvme_buffer_bytes",
-        )
-        if self._pool.nbytes >= _REGISTERED_FROM:
+        before = self._pool
+        self._pool = grow_pool(before, self._backend, "states on their way", slab, slabs)
+        if self._pool is not before and self._pool.nbytes >= _REGISTERED_FROM:
             self._store.register(self._pool.whole)
 
     def tiles(self, block: Block) -> Sequence[Tile]:
         """A block's tiles, in order."""
         return self._tiles[block.index]
 
-    def add_block(self, block: Block, count: int) -> None:
+    def add_block(self, block: Block, form: StateForm) -> None:
         """Reserve file space for a block's states.
 
         Args:
             block: the block.
-            count: states of an element, the master included.
+            form: what is kept there.
 
         Raises:
             BudgetError: `nvme_limit` would be passed.
             StoreError: the disk has no room.
         """
-        ranges = self._ranges(block, count)
-        extent = self._store.reserve(self.file_bytes(block, count), f"states of {block.name}")
+        ranges = self._ranges(block, form)
+        extent = self._store.reserve(self.file_bytes(block, form), f"states of {block.name}")
         offset = 0
         tiles: list[Tile] = []
-        for start, stop, stride in ranges:
+        for start, stop, strides in ranges:
             tiles.append(
                 Tile(
                     block=block,
@@ -268,16 +274,16 @@ class SwappedStates:
                     stop=stop,
                     extent=extent,
                     offset=offset,
-                    stride=stride,
-                    count=count,
+                    form=form,
+                    strides=strides,
                 )
             )
-            offset += stride * count
+            offset += sum(strides)
         self._tiles[block.index] = tiles
 
     @contextmanager
     def opened(self, tile: Tile, *, write: bool, fresh: bool = False) -> Generator[list[Tensor]]:
-        """A tile's master and states here, to look at or to change outside a step.
+        """A tile's parts here, to look at or to change outside a step.
 
         Args:
             tile: which.
@@ -454,37 +460,36 @@ class SwappedStates:
         before = sum(count for number, count in counts.items() if number < owner)
         return slabs * (before + counts[owner]) // every - slabs * before // every
 
-    def _ranges(self, block: Block, count: int) -> list[tuple[int, int, int]]:
-        """Start, stop and bytes of a state of each tile: as few tiles as fit a slab, of even size."""
-        most, alignment = self._tile_numel(count), self._store.alignment
+    def _ranges(self, block: Block, form: StateForm) -> list[tuple[int, int, tuple[int, ...]]]:
+        """Start, stop and bytes of each part of each tile: as few tiles as fit a slab, of even size."""
+        unit, most = self._tile_numels(form)
         if block.chunk == 0:
             return []
         number = -(-block.chunk // most)
-        size = round_up(-(-block.chunk // number), alignment // 4)
+        size = round_up(-(-block.chunk // number), unit)
         return [
-            (start, stop, round_up((stop - start) * 4, alignment))
+            (start, stop, tuple(round_up((stop - start) * w, alignment) for w in form.widths))
+            for alignment in (self._store.alignment,)
             for start in range(0, block.chunk, size)
             for stop in (min(start + size, block.chunk),)
         ]
 
-    def _tile_numel(self, count: int) -> int:
-        unit = self._store.alignment // 4
-        numel = self._buffer_bytes // (_WORKING * 4 * count) // unit * unit
+    def _tile_numels(self, form: StateForm) -> tuple[int, int]:
+        """What the elements of a tile are a multiple of, and the most there are."""
+        unit = self._store.alignment // min(form.widths)
+        element = _WORKING * sum(form.widths)
+        numel = self._buffer_bytes // element // unit * unit
         if numel < unit:
             raise BudgetError(
-                f"nvme_buffer_bytes={self._buffer_bytes:,} cannot hold {_WORKING} tiles of {count} states of {unit} elements: "
-                f"give at least {_WORKING * 4 * count * unit:,} bytes"
+                f"nvme_buffer_bytes={self._buffer_bytes:,} cannot hold {_WORKING} tiles of {len(form.widths)} states of "
+                f"{unit} elements: give at least {element * unit:,} bytes"
             )
-        return numel
+        return unit, numel
 
-    def _slab_size(self, blocks: Sequence[tuple[Block, int]]) -> tuple[int, int]:
+    def _slab_size(self, blocks: Sequence[tuple[Block, StateForm]]) -> tuple[int, int]:
         """Bytes and number of slabs."""
         slab = max(
-            (
-                stride * count
-                for block, count in blocks
-                for _, _, stride in self._ranges(block, count)
-            ),
+            (sum(strides) for block, form in blocks for _, _, strides in self._ranges(block, form)),
             default=0,
         )
         if slab == 0:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero_plugin.errors import ConfigError
+from zero_plugin.store.layout import round_up
 
 UNIT = 16
 """Elements a slice is rounded up to: 64 bytes of fp32, so that no two slices share a cache line."""
@@ -35,11 +36,6 @@ class Slice:
     def stop(self) -> int:
         """One past the last element."""
         return self.start + self.numel
-
-
-def round_up(value: int, unit: int) -> int:
-    """The least multiple of `unit` that is not below `value`."""
-    return -(-value // unit) * unit
 
 
 def cut(numel: int, shards: int, unit: int = UNIT) -> tuple[Slice, ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_plugin.config import ZeroConfig
-from zero_plugin.errors import ParameterError, ZeroError
+from zero_plugin.errors import EngineStateError, ParameterError, ZeroError
 from zero_plugin.runtime.backend import Backend
 from zero_plugin.sharding.gather import Unit, UnitGatherer
 from zero_plugin.sharding.group import ProcessGroup
@@ -193,6 +193,20 @@ class ShardedModel:
                 if was_released and unit.holds == 0:
                     self.gatherer.release(unit)
 
+    def rest(self) -> None:
+        """Release everything: the shards are about to change.
+
+        Raises:
+            EngineStateError: full weights are in use.
+        """
+        self.gatherer.release_all()
+        held = [unit.name for unit in self._units if unit.holds]
+        if held:
+            raise EngineStateError(
+                f"the weights of {held[0] or 'the model'} are in use, and what was asked for would change them: do it outside a "
+                "forward and outside engine.full_params()"
+            )
+
     def is_released(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter's full weights are not here."""
         number = self._number_of.get(id(parameter))
@@ -283,7 +297,7 @@ class ShardedModel:
                 changed = self._differing(block)
             names += [member.name for member in changed]
             if changed and writeback:
-                self.shards.cut(block)
+                self.shards.take_write(block)
                 written.update(member.index for member in changed if member.optimizer != FROZEN)
         unit.versions = [member.parameter._version for member in unit.members]
         return names

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from typing_extensions import override
 
 from zero_plugin.errors import EngineStateError
@@ -13,9 +14,10 @@ from zero_plugin.runtime.buffers import SlabPool
 from zero_plugin.runtime.io import Read, Write
 from zero_plugin.runtime.memory import round_to_pages
 from zero_plugin.runtime.operations import Copy
-from zero_plugin.sharding.layout import round_up
 from zero_plugin.sharding.partition import Block
 from zero_plugin.sharding.weights import Shard, WeightShards
+from zero_plugin.store.layout import round_up
+from zero_plugin.store.staging import grow_pool
 from zero_plugin.store.store import NvmeStore
 
 if TYPE_CHECKING:
@@ -69,14 +71,12 @@ class SwappedWeights(WeightShards):
                 block.chunk * block.dtype.itemsize, f"weights of {block.name}"
             )
         self._reserve([block])
-        lease = self._slabs().acquire(f"weights of {block.name}")
-        try:
-            chunk = lease.tensor(block.dtype, block.chunk)
+
+        def fill(chunk: Tensor) -> None:
             chunk.zero_()
             self._fill(block, chunk)
-            self.write(block, chunk, ()).wait()
-        finally:
-            lease.release()
+
+        self._write_now(block, fill)
 
     @override
     def drop(self, blocks: Sequence[Block]) -> None:
@@ -108,12 +108,27 @@ class SwappedWeights(WeightShards):
 
     @override
     def snapshot(self, block: Block) -> Tensor:
+        if self.closed:
+            kept = torch.zeros(block.chunk, dtype=block.dtype, device="cpu")
+            self._store.read(self._extents[block.index], 0, kept)
+            return kept
         shard = self.fetch(block)
         for ticket in shard.after:
             ticket.wait()
         copy = shard.chunk.clone()
         shard.release()
         return copy
+
+    @override
+    def replace(self, block: Block, chunk: Tensor) -> None:
+        self._forget(block.index)
+        self._write_now(block, lambda here: here.copy_(chunk))
+
+    @override
+    def keep(self) -> None:
+        for ticket in self._written.values():
+            ticket.wait()
+        self._store.is_kept = True
 
     @override
     def fill(
@@ -190,14 +205,26 @@ class SwappedWeights(WeightShards):
 
     # Inside ------------------------------------------------------------------------------------------------------
 
+    def _write_now(self, block: Block, fill: Callable[[Tensor], object]) -> None:
+        lease = self._slabs().acquire(f"weights of {block.name}")
+        written: Ticket[Any] | None = None
+        try:
+            chunk = lease.tensor(block.dtype, block.chunk)
+            fill(chunk)
+            written = self.write(block, chunk, ())
+            written.wait()
+        finally:
+            # An interrupted wait leaves the disk at work on the slab.
+            lease.release(after=written)
+
     def _read(self, block: Block) -> Shard:
         lease = self._slabs().acquire(f"weights of {block.name}")
         chunk = lease.tensor(block.dtype, block.chunk)
         return Shard(chunk=chunk, after=self.fill(block, chunk), lease=lease)
 
     def _forget(self, index: int) -> None:
-        shard = self._ahead.pop(index)
-        if shard.lease is not None:
+        shard = self._ahead.pop(index, None)
+        if shard is not None and shard.lease is not None:
             shard.lease.release(after=shard.after)
 
     def _padded(self, block: Block) -> int:
@@ -213,15 +240,7 @@ class SwappedWeights(WeightShards):
             if self._pool.slab_bytes >= slab:
                 return
             self.forget_ahead()
-            self._pool.close()
-        self._pool = SlabPool(
-            name="weights on their way",
-            backend=self._backend,
-            slab_bytes=slab,
-            slabs=slabs,
-            memory="host",
-            setting="nvme_buffer_bytes",
-        )
+        self._pool = grow_pool(self._pool, self._backend, "weights on their way", slab, slabs)
 
     def _slabs(self) -> SlabPool:
         if self._pool is None:

@@ -6,15 +6,18 @@ from every rank's tier at once (bandwidth-centric partitioning, ZeRO-Infinity, S
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from zero_plugin.config import Tier
 from zero_plugin.errors import EngineStateError
 from zero_plugin.runtime.backend import Backend, Ticket
 from zero_plugin.runtime.buffers import Lease
 from zero_plugin.runtime.memory import trim_heap
+from zero_plugin.runtime.operations import Copy
 from zero_plugin.sharding.partition import Block
 from zero_plugin.sharding.precut import take_part
 
@@ -58,10 +61,14 @@ class WeightShards:
         self._backend = backend
         self._chunks: dict[int, Tensor] = {}
         self._written: dict[int, Ticket[Any]] = {}
+        self._kept: dict[int, Tensor] = {}
         self.tier: Tier = tier
         """Where the chunks lie."""
         self.closed = False
         """Whether `close` was called."""
+        self.followers: dict[int, Callable[[Tensor, Tensor], None]] = {}
+        """By a block's index, what must follow a write of user code to its weights: told of the chunk before and after, and
+        allowed to change the latter."""
 
     @property
     def nbytes(self) -> int:
@@ -98,6 +105,7 @@ class WeightShards:
         for block in blocks:
             self._chunks.pop(block.index, None)
             self._written.pop(block.index, None)
+            self.followers.pop(block.index, None)
 
     def chunk(self, block: Block) -> Tensor:
         """A block's chunk, the block's dtype; wait for `ready` before it is read.
@@ -138,7 +146,10 @@ class WeightShards:
         """The weights change: what was read ahead is stale."""
 
     def snapshot(self, block: Block) -> Tensor:
-        """A block's chunk to look at on the host's thread, finished; here the chunk itself."""
+        """A block's chunk to look at on the host's thread, finished; here the chunk itself.
+
+        After `close` only where `keep` was called before.
+        """
         for ticket in self.ready(block):
             ticket.wait()
         return self.chunk(block)
@@ -146,9 +157,47 @@ class WeightShards:
     def fill(
         self, block: Block, chunk: Tensor, *, on_device: bool = False
     ) -> tuple[Ticket[Any], ...]:
-        """Bring a block's present weights into `chunk`, on the device or in host memory, where they lie in a file."""
-        del block, chunk, on_device
-        return ()
+        """Bring a block's present weights into `chunk`, on the device or in host memory.
+
+        Nothing is done where they lie in the memory that `chunk` is of.
+        """
+        if self.tier == "host" or on_device:
+            return ()
+        copy = Copy(
+            destinations=(chunk,),
+            sources=(self.chunk(block),),
+            direction="device_to_host",
+            label=f"fetch weights of {block.name}",
+        )
+        lane = self._backend.lane("fetch weights for the update", "device")
+        return (lane.submit(copy, after=self.ready(block)),)
+
+    def replace(self, block: Block, chunk: Tensor) -> None:
+        """Replace a block's weights on the host's thread; no full weights of it may be here.
+
+        Args:
+            block: the block.
+            chunk: the new ones, its dtype, in any memory.
+        """
+        for ticket in self.ready(block):
+            ticket.wait()
+        self.chunk(block).copy_(chunk)
+
+    def take_write(self, block: Block) -> None:
+        """Cut this rank's slices of a block again after user code wrote to its full weights, which are here."""
+        follower = self.followers.get(block.index)
+        if follower is None:
+            self.cut(block)
+            return
+        before = self.snapshot(block)
+        after = torch.zeros_like(before)
+        self._fill(block, after)
+        follower(before, after)
+        self.replace(block, after)
+
+    def keep(self) -> None:
+        """Have the weights be readable by `snapshot` after `close`."""
+        self._kept = self._chunks
 
     def write(
         self,
@@ -169,5 +218,6 @@ class WeightShards:
     def close(self) -> None:
         """Free everything."""
         self.closed = True
-        self._chunks.clear()
+        self._chunks = self._kept
         self._written.clear()
+        self.followers.clear()

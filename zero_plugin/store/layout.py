@@ -112,6 +112,6 @@ class Extent:
     bases: tuple[int, ...]
 
 
-def round_up(nbytes: int, alignment: int) -> int:
-    """The next multiple of `alignment`."""
-    return -(-nbytes // alignment) * alignment
+def round_up(value: int, unit: int) -> int:
+    """The least multiple of `unit` that is not below `value`."""
+    return -(-value // unit) * unit
