@@ -72,7 +72,9 @@ class Resources:
             # Gathers are a sequence of their own: a rank may reduce a bucket before or after a gather that another one
             # sees in the other order, since a bucket waits for its last gradient.
             weight_group = (
-                _join(config, device, ledger, stack) if config.shards_parameters else None
+                _join(config, device, ledger, stack, beside=group)
+                if config.shards_parameters
+                else None
             )
             store = _open_store(config, group, ledger)
             if store is not None:
@@ -89,6 +91,7 @@ class Resources:
                 ledger=ledger,
                 seed=config.backend_seed,
             )
+            group.watch(backend.at_rest)
             stack.pop_all()
         return cls(
             group=group,
@@ -117,10 +120,18 @@ class Resources:
 
 
 def _join(
-    config: ZeroConfig, device: torch.device, ledger: Ledger, stack: ExitStack
+    config: ZeroConfig,
+    device: torch.device,
+    ledger: Ledger,
+    stack: ExitStack,
+    beside: ProcessGroup | None = None,
 ) -> ProcessGroup:
     group = ProcessGroup.create(
-        device=device, ledger=ledger, timeout_seconds=config.timeout_seconds
+        device=device,
+        ledger=ledger,
+        timeout_seconds=config.timeout_seconds,
+        beside=beside,
+        name="" if beside is None else "weights",
     )
     stack.callback(group.close)
     return group

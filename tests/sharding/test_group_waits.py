@@ -99,6 +99,7 @@ class LateMail:
 
 class QuietWatchdog:
     failure = None
+    standstill = ""
 
     def post_failure(self, kind: str, text: str) -> None:
         pass

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from zero_plugin.errors import LaneError
@@ -274,6 +274,21 @@ class Backend(ABC):
         """As `drain`, but raises nothing and forgets failures: the way out of a broken step."""
         for lane in list(self._lanes.values()):
             lane.settle()
+
+    def at_rest(self, elsewhere: Collection[int]) -> tuple[int, ...] | None:
+        """None while anything runs here; else numbers that differ once anything has run.
+
+        At rest, every thread that submits is blocked on a ticket, and every lane has nothing to do, waits for another
+        one, or is blocked elsewhere.
+
+        Args:
+            elsewhere: threads, of lanes or not, that are known to be blocked in a collective.
+
+        Returns:
+            None too where the backend cannot tell.
+        """
+        del elsewhere
+        return None
 
     def retire(self, buffer: Tensor) -> None:
         """A pool owns `buffer` now and nobody may read it; `chaos` poisons it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zero_plugin.runtime.backend import Backend, HostCompute, Lane, LaneKind, Memory
@@ -84,6 +85,10 @@ class InlineBackend(Backend):
         """Pageable host memory for either kind."""
         del memory
         return allocate_host(nbytes)
+
+    def at_rest(self, elsewhere: Collection[int]) -> tuple[int, ...] | None:
+        """Lanes run on the threads that submit."""
+        return self._order.hosts_at_rest(elsewhere)
 
     def _shut(self) -> None:
         """There is nothing to end."""

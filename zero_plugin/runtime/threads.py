@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -106,13 +106,24 @@ class Worker:
         self._ended = ended
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._stopping = False
+        self._put = 0
+        self._ended_jobs = 0
+        self._awaited: Ticket[Any] | None = None
         # Daemon, because the interpreter joins other threads before it runs any exit handler.
         self._thread = threading.Thread(target=self._serve, name=f"zero-lane-{name}", daemon=True)
         self._thread.start()
 
     def put(self, job: Job) -> None:
         """Queues `job`."""
+        self._put += 1
         self._queue.put(job)
+
+    def at_rest(self, elsewhere: Collection[int]) -> int | None:
+        """How many jobs have ended, if nothing can run here before another thread did something; else None."""
+        ended = self._ended_jobs
+        awaited = self._awaited
+        waits = awaited is not None and not awaited.done
+        return ended if waits or self._put == ended or self._thread.ident in elsewhere else None
 
     def stop(self) -> None:
         """Lets the thread end once it has run what is queued. May be called again."""
@@ -131,12 +142,15 @@ class Worker:
                 if job is None:
                     return
                 self._run(job)
+                self._ended_jobs += 1
                 # Hold nothing while the queue is empty.
                 del job
 
     def _run(self, job: Job) -> None:
         for ticket in job.dependencies:
+            self._awaited = ticket
             ticket.block()
+        self._awaited = None
         failure = first_failure(job.dependencies)
         ticket = job.ticket
         if failure is not None:
@@ -232,6 +246,16 @@ class ThreadsBackend(Backend):
         """Pageable host memory for either kind."""
         del memory
         return allocate_host(nbytes)
+
+    def at_rest(self, elsewhere: Collection[int]) -> tuple[int, ...] | None:
+        """Whether the host and every worker wait; see `Backend.at_rest`."""
+        found = self._order.hosts_at_rest(elsewhere)
+        for worker in self._workers:
+            ended = worker.at_rest(elsewhere)
+            if found is None or ended is None:
+                return None
+            found = (*found, ended)
+        return found
 
     def _shut(self) -> None:
         """Runs what is queued, then ends the threads."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
 from traceback import clear_frames
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -96,7 +96,7 @@ class ProgramOrder:
     orders agree whatever thread submits.
     """
 
-    __slots__ = ("_next", "backend", "closed", "lock", "process")
+    __slots__ = ("_blocked", "_next", "_submitters", "backend", "closed", "lock", "process")
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
@@ -104,6 +104,8 @@ class ProgramOrder:
         self.closed = False
         self.process = os.getpid()
         self._next = 0
+        self._submitters: set[int] = set()
+        self._blocked: dict[int, Ticket[Any]] = {}
 
     def take(self, lane: str, label: str, after: Iterable[Ticket[Any]]) -> int:
         """The next sequence number, to be called with `lock` held.
@@ -127,6 +129,7 @@ class ProgramOrder:
         for ticket in after:
             self.check(ticket, f"operation {label!r} on lane {lane!r}", sequence)
         self._next = sequence + 1
+        self._submitters.add(threading.get_ident())
         return sequence
 
     def check(self, ticket: Ticket[Any], who: str, sequence: int | None = None) -> None:
@@ -147,6 +150,31 @@ class ProgramOrder:
 
     def demand(self, sequence: int) -> None:
         """Says that the host is about to block on ticket `sequence`; only `chaos` cares."""
+
+    def block_host(self, ticket: Ticket[Any]) -> None:
+        """Blocks the calling thread, which is no lane's, until `ticket` has ended."""
+        self.demand(ticket.sequence)
+        thread = threading.get_ident()
+        self._blocked[thread] = ticket
+        try:
+            ticket.block()
+        finally:
+            del self._blocked[thread]
+
+    def hosts_at_rest(self, elsewhere: Collection[int]) -> tuple[int, ...] | None:
+        """Numbers of the tickets that the submitting threads are blocked on; None while one of them runs.
+
+        Args:
+            elsewhere: threads known to be blocked in something else.
+        """
+        alive = {thread.ident or 0 for thread in threading.enumerate()}
+        found: list[int] = []
+        for thread in alive.intersection(self._submitters).difference(elsewhere):
+            ticket = self._blocked.get(thread)
+            if ticket is None or ticket.done:
+                return None
+            found.append(ticket.sequence)
+        return tuple(sorted(found))
 
 
 class Follower(Protocol):
@@ -232,8 +260,7 @@ class Ticket(Generic[T]):
         """Blocks the host until the operation has ended, and raises nothing if it failed."""
         if self._state in ENDED:
             return
-        self.order.demand(self.sequence)
-        self.block()
+        self.order.block_host(self)
 
     def block(self) -> None:
         """As `settle`, for a lane's own worker, whose waiting is not the host's."""

@@ -26,7 +26,7 @@ from zero_plugin.sharding.header import (
     mismatch_text,
     unpack,
 )
-from zero_plugin.sharding.watchdog import Failure, Report, Watchdog
+from zero_plugin.sharding.watchdog import Failure, Place, Report, Watchdog
 
 _HEADER_TAG = 1
 _BYTES_TAG = 2
@@ -67,6 +67,14 @@ class Pending(NamedTuple):
     tensor: Tensor
 
 
+class _Waiting(NamedTuple):
+    """The collective this rank is in."""
+
+    call: Call
+    since: float
+    thread: int
+
+
 class Channel:
     """A sequence of collectives in which every rank takes part; one thread at a time.
 
@@ -102,7 +110,7 @@ class Channel:
         self._watchdog = watchdog
         self._lock = threading.Lock()
         self._sequence = 0
-        self._waiting: tuple[Call, float] | None = None
+        self._waiting: _Waiting | None = None
         self._broken = ""
         self._pending: list[Pending] = []
         self._outgoing = bytearray(self.message_bytes)
@@ -135,7 +143,7 @@ class Channel:
                     "processes again"
                 )
             self._sequence += 1
-            self._waiting = (call, time.monotonic())
+            self._waiting = _Waiting(call, time.monotonic(), threading.get_ident())
             try:
                 self._meet(call, inline)
                 yield
@@ -182,12 +190,23 @@ class Channel:
 
     # ------------------------------------------------------------------ for the watchdog
 
-    def waiting(self) -> tuple[str, float] | None:
-        """What this rank is in and since when, or None."""
+    @property
+    def come(self) -> int:
+        """How many collectives this rank has come to."""
+        return self._sequence
+
+    def waiting(self) -> Place | None:
+        """What this rank is in, or None."""
         waiting = self._waiting
         if waiting is None:
             return None
-        return f"#{self._sequence} {waiting[0].text}", waiting[1]
+        return Place(f"#{self._sequence} {waiting.call.text}", waiting.since, waiting.thread)
+
+    def absent(self) -> tuple[int, ...]:
+        """Peers that have not come to the collective this rank waits in; none where it waits in none."""
+        if self._waiting is None:
+            return ()
+        return tuple(peer for peer in self.peers if self._header(peer) is None)
 
     def disagreeing(self) -> tuple[int, ...]:
         """Peers that have come to another collective than the one this rank waits in.
@@ -283,7 +302,11 @@ class Channel:
     def _lost(self, peer: int, error: RuntimeError) -> NoReturn:
         """Finds out which ranks are missing and why, tells the others, and raises."""
         if self._waiting is not None and self.disagreeing():
-            self._refuse(self._waiting[0])
+            self._refuse(self._waiting.call)
+        standstill = self._watchdog.standstill
+        if standstill:
+            self._watchdog.post_failure("mismatch", standstill)
+            raise CollectiveMismatchError(standstill) from error
         gave_up = any(words in str(error) for words in _OWN_TIMEOUTS)
         closed = set[int]() if gave_up else {peer}
         foreign = self._watchdog.failure
@@ -302,7 +325,7 @@ class Channel:
         self, peer: int, closed: set[int], failures: dict[int, Failure], report: Report
     ) -> str:
         waiting = self._waiting
-        what, since = (waiting[0].text, waiting[1]) if waiting else ("a collective", 0.0)
+        what, since = (waiting.call.text, waiting.since) if waiting else ("a collective", 0.0)
         absent = [other for other in self.peers if self._header(other) is None] or [peer]
         names = ", ".join(f"rank {other}" for other in absent)
         lines = [

@@ -11,7 +11,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from zero_plugin.sharding.channel import Channel
 from zero_plugin.sharding.header import Call, Kind
 from zero_plugin.sharding.nccl import Event, NcclCollectives
 from zero_plugin.sharding.peer import PeerCollectives, Workspace, broadcast
-from zero_plugin.sharding.watchdog import Watchdog
+from zero_plugin.sharding.watchdog import AtRest, Watchdog
 from zero_plugin.trace import Ledger
 
 INLINE_BYTES = 384
@@ -155,6 +156,7 @@ class ProcessGroup:
         watchdog: Watchdog | None,
         ledger: Ledger,
         groups: Sequence[dist.ProcessGroup] = (),
+        watched: Sequence[Channel] = (),
     ) -> None:
         self.rank = control.rank if control else 0
         self.size = control.size if control else 1
@@ -163,6 +165,7 @@ class ProcessGroup:
         self._watchdog = watchdog
         self._ledger = ledger
         self._groups = list(groups)
+        self._watched = tuple(watched)
         self._workspace = Workspace()
         for key in LEDGER_EXTRAS:
             ledger.declare(key)
@@ -175,6 +178,8 @@ class ProcessGroup:
         ledger: Ledger,
         timeout_seconds: float,
         kernels: KernelSet | None = None,
+        beside: ProcessGroup | None = None,
+        name: str = "",
     ) -> ProcessGroup:
         """Joins the ranks of the initialised default group; alone when there is none.
 
@@ -186,49 +191,45 @@ class ProcessGroup:
             ledger: counts the bytes this rank sends.
             timeout_seconds: longest wait for another rank.
             kernels: does sums and copies on the host; None: plain torch, with the same bits.
+            beside: a group of the same ranks; ranks that wait for one another, some in a collective of it and some in one
+                of this group, get an error as if it were one group (see `watch`).
+            name: of its sequences in messages, where there are several groups.
 
         Raises:
             CollectiveTimeoutError: a rank did not call it within the timeout.
         """
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             _warn_if_launched()
-            solo = SoloCollectives(kernels)
-            return cls(data=solo, control=None, watchdog=None, ledger=ledger)
+            return cls(data=SoloCollectives(kernels), control=None, watchdog=None, ledger=ledger)
         rank, size = dist.get_rank(), dist.get_world_size()
         _gather_ranks(rank, size, timeout_seconds)
         timeout = timedelta(seconds=timeout_seconds)
         groups = [_new_group("gloo", timeout)]
-        watchdog = Watchdog(store=groups[0].get_group_store(), rank=rank, size=size)
-
-        def channel(name: str, group: dist.ProcessGroup, inline_bytes: int) -> Channel:
-            return Channel(
-                name=name,
-                mail=group,
-                rank=rank,
-                size=size,
-                timeout_seconds=timeout_seconds,
-                watchdog=watchdog,
-                inline_bytes=inline_bytes,
-            )
-
-        control = channel("control", groups[0], INLINE_BYTES)
+        shared = beside._watchdog if beside is not None else None  # noqa: SLF001 - of this class
+        watchdog = shared or Watchdog(store=groups[0].get_group_store(), rank=rank, size=size)
+        common: dict[str, Any] = {"rank": rank, "size": size, "timeout_seconds": timeout_seconds}
+        channel = partial(Channel, watchdog=watchdog, **common)
+        label = f"{name} control".lstrip()
+        control = channel(name=label, mail=groups[0], inline_bytes=INLINE_BYTES)
         watched = [control]
         data: Collectives
         if _uses_nccl(device):
             groups.append(_new_group("nccl", timeout))
-            data = NcclCollectives(
-                fabric=_Fabric(groups[1], device),
-                rank=rank,
-                size=size,
-                device=device,
-                timeout_seconds=timeout_seconds,
-            )
+            fabric = _Fabric(groups[1], device)
+            data = NcclCollectives(fabric=fabric, device=device, **common)
         else:
             groups.append(_new_group("gloo", timeout))
-            watched.append(channel("data", groups[1], 0))
+            watched.append(channel(name=name or "data", mail=groups[1]))
             data = PeerCollectives(channel=watched[1], kernels=kernels)
-        watchdog.start(watched)
-        return cls(data=data, control=control, watchdog=watchdog, ledger=ledger, groups=groups)
+        watchdog.watch(watched)
+        return cls(
+            data=data,
+            control=control,
+            watchdog=watchdog,
+            ledger=ledger,
+            groups=groups,
+            watched=watched,
+        )
 
     @property
     def workspace_bytes(self) -> int:
@@ -238,6 +239,15 @@ class ProcessGroup:
     def use_kernels(self, kernels: KernelSet) -> None:
         """Sums and copies on the host go through `kernels` from now on."""
         self._data.use_kernels(kernels)
+
+    def watch(self, at_rest: AtRest) -> None:
+        """Finds ranks that wait for one another in different sequences, here and in groups beside this one.
+
+        Args:
+            at_rest: tells whether anything runs on this rank (`Backend.at_rest`).
+        """
+        if self._watchdog is not None:
+            self._watchdog.look_at(at_rest)
 
     # ------------------------------------------------------------------ data
 
@@ -394,7 +404,7 @@ class ProcessGroup:
     def close(self) -> None:
         """Destroys the groups made by `create` and frees the buffers. Local and idempotent."""
         if self._watchdog is not None:
-            self._watchdog.close()
+            self._watchdog.unwatch(self._watched)
         while self._groups:
             group = self._groups.pop()
             # A program that ends torch.distributed before us has destroyed them already.

@@ -2,6 +2,9 @@
 
 Nothing is posted while collectives flow: only a wait longer than a second reaches the store. The thread is the
 only user of the store, so that a store that hangs (its host died) delays a message, never an error.
+
+One watchdog serves all sequences of collectives of a rank, whatever group they are of, so that ranks that wait for one
+another in different ones are found too (see `standstill`).
 """
 
 from __future__ import annotations
@@ -9,9 +12,11 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
+
+from zero_plugin.sharding.standstill import Standing, standing_still, standstill_text
 
 FailureKind = Literal["mismatch", "timeout", "error"]
 
@@ -19,6 +24,10 @@ PATIENCE_SECONDS = 1.0
 _PERIOD_SECONDS = 0.25
 _STORE_SECONDS = 3.0
 _RECORD_SECONDS = 1.0
+_LONGEST_PERIOD = 2.0
+
+AtRest = Callable[[Collection[int]], "tuple[int, ...] | None"]
+"""`Backend.at_rest`."""
 
 
 class Store(Protocol):
@@ -37,13 +46,36 @@ class Store(Protocol):
         ...
 
 
+class Place(NamedTuple):
+    """A collective that is waited in.
+
+    Attributes:
+        text: which.
+        since: when, by `time.monotonic`.
+        thread: which thread waits.
+    """
+
+    text: str
+    since: float
+    thread: int
+
+
 class Watched(Protocol):
     """A sequence of collectives that may be waiting."""
 
     name: str
 
-    def waiting(self) -> tuple[str, float] | None:
-        """What is waited in and since when (`time.monotonic`), or None."""
+    @property
+    def come(self) -> int:
+        """How many collectives this rank has come to."""
+        ...
+
+    def waiting(self) -> Place | None:
+        """What is waited in, or None."""
+        ...
+
+    def absent(self) -> tuple[int, ...]:
+        """Peers that have not come to the collective that is waited in."""
         ...
 
     def disagreeing(self) -> tuple[int, ...]:
@@ -99,22 +131,35 @@ class Watchdog:
         self._store = store
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
-        self._watched: list[Watched] = []
+        self._watched: tuple[Watched, ...] = ()
+        self._at_rest: AtRest | None = None
         self._requests: list[_Request] = []
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._posted = ""
+        self._beat = 0
+        self._next_beat = 0.0
+        self._suspicion: dict[int, Standing] = {}
+        self._standstill = ""
         self._suspected: dict[str, tuple[int, ...]] = {}
         self._failure: Failure | None = None
         self._thread = threading.Thread(target=self._run, name="zero-watchdog", daemon=True)
 
-    def start(self, watched: Sequence[Watched]) -> None:
-        """Begins to watch."""
-        self._watched.extend(watched)
-        self._thread.start()
+    def watch(self, watched: Sequence[Watched]) -> None:
+        """Begins to watch these too."""
+        self._watched = (*self._watched, *watched)
+        if not self._thread.is_alive() and not self._closed.is_set():
+            self._thread.start()
 
-    def close(self) -> None:
-        """Ends the thread. Idempotent."""
+    def look_at(self, at_rest: AtRest) -> None:
+        """Asks `at_rest` from now on whether anything runs on this rank."""
+        self._at_rest = at_rest
+
+    def unwatch(self, watched: Sequence[Watched]) -> None:
+        """Leaves these; the thread ends when nothing is left to watch. Idempotent."""
+        self._watched = tuple(item for item in self._watched if item not in watched)
+        if self._watched:
+            return
         self._closed.set()
         self._wake.set()
         if self._thread.is_alive():
@@ -124,6 +169,11 @@ class Watchdog:
     def failure(self) -> Failure | None:
         """Another rank's failure, when one was seen while waiting."""
         return self._failure
+
+    @property
+    def standstill(self) -> str:
+        """Where the ranks are, once they were found waiting for one another; else empty."""
+        return self._standstill
 
     def post_failure(self, kind: FailureKind, text: str) -> None:
         """Tells the others that this rank gives up; returns at the latest after some seconds."""
@@ -156,6 +206,8 @@ class Watchdog:
 
     def _ask(self, action: Callable[[], Report]) -> Report:
         request = _Request(action)
+        if self._closed.is_set():
+            return request.answer
         self._requests.append(request)
         self._wake.set()
         request.done.wait(_STORE_SECONDS)
@@ -181,22 +233,29 @@ class Watchdog:
 
     def _look(self) -> None:
         now = time.monotonic()
-        long = {
-            watched: place[0]
-            for watched in self._watched
-            if (place := watched.waiting()) is not None and now - place[1] > PATIENCE_SECONDS
+        places = {
+            watched: place for watched in self._watched if (place := watched.waiting()) is not None
         }
+        long = [
+            watched for watched, place in places.items() if now - place.since > PATIENCE_SECONDS
+        ]
         for watched in long:
             ranks = watched.disagreeing()
             if ranks and ranks == self._suspected.get(watched.name):
                 watched.interrupt()
             self._suspected[watched.name] = ranks
-        places = [f"waiting in {watched.name} {what}" for watched, what in long.items()]
-        self._post_place("; ".join(places))
+        text = "; ".join(f"waiting in {watched.name} {places[watched].text}" for watched in long)
+        if not long:
+            self._next_beat, self._suspicion = 0.0, {}
+            self._post_place("")
+        elif text != self._posted or now > self._next_beat:
+            waited = max(now - places[watched].since for watched in long)
+            self._next_beat = now + min(_LONGEST_PERIOD, waited / 8)
+            self._look_for_standstill(self._say(text, places))
         if long and self._failure is None and self._store.check(["failed"]):
             failures = self._read().failures
             self._failure = failures[min(failures)] if failures else None
-        if self._failure is not None:
+        if self._failure is not None or self._standstill:
             for watched in long:
                 watched.interrupt()
 
@@ -205,15 +264,62 @@ class Watchdog:
             self._posted = text
             self._store.set(f"place/{self._rank}", text)
 
+    def _say(self, text: str, places: dict[Watched, Place]) -> Standing | None:
+        """Tells the others where this rank waits, and that nothing can run here if that is so."""
+        come = {watched.name: watched.come for watched in self._watched}
+        rest = self._at_rest and self._at_rest([place.thread for place in places.values()])
+        # Looked at again last: what went on meanwhile is seen here, or in the next beat.
+        if rest is None or any(item.waiting() != places.get(item) for item in self._watched):
+            self._post_place(text)
+            return None
+        self._beat += 1
+        names = tuple(watched.name for watched in places)
+        standing = Standing(text=text, come=come, waits=names, rest=rest, beat=self._beat)
+        self._posted = text
+        self._store.set(f"place/{self._rank}", standing.dump())
+        return standing
+
+    def _look_for_standstill(self, mine: Standing | None) -> None:
+        """See whether this rank is one of several that wait for one another."""
+        if mine is None or self._standstill:
+            return
+        # Where one rank is slow the others need read only what that one says.
+        late = {rank for watched in self._watched for rank in watched.absent()}
+        said = {rank: standing for rank in late if (standing := self._standing(rank))}
+        if said:
+            said.update({r: s for r in self._others if r not in said and (s := self._standing(r))})
+        said[self._rank] = mine
+        still = standing_still(said)
+        if self._rank not in still:
+            self._suspicion = {}
+            return
+        circle = {rank: said[rank] for rank in still}
+        before = self._suspicion
+        if before.keys() == circle.keys():
+            if all(circle[rank].confirms(before[rank]) for rank in still):
+                self._standstill = standstill_text(circle)
+                return
+            if all(circle[rank].is_as(before[rank]) for rank in still):
+                return
+        self._suspicion = circle
+
+    def _standing(self, rank: int) -> Standing | None:
+        """What a rank says of itself while nothing can run there."""
+        value = self._place(rank)
+        return Standing.load(value) if value.startswith("[") else None
+
+    def _place(self, rank: int) -> str:
+        key = f"place/{rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
     def _read(self) -> Report:
         places: dict[int, str] = {}
         failures: dict[int, Failure] = {}
         failed = self._store.check(["failed"])
         for rank in self._others:
-            if self._store.check([f"place/{rank}"]):
-                text = self._store.get(f"place/{rank}").decode()
-                if text:
-                    places[rank] = text
+            text = self._place(rank)
+            if text:
+                places[rank] = Standing.load(text).text if text.startswith("[") else text
             if failed and self._store.check([f"failure/{rank}"]):
                 record = json.loads(self._store.get(f"failure/{rank}"))
                 failures[rank] = Failure(rank=rank, kind=record["kind"], text=record["text"])
