@@ -67,3 +67,7 @@ class StoreError(ZeroError, OSError):
 
 class NativeExtensionError(ZeroError, ImportError):
     """The compiled extension is missing or does not fit this machine."""
+
+
+class FrameworkError(ZeroError, ImportError):
+    """A framework's release is not one that this version knows how to enter."""

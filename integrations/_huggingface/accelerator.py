@@ -7,15 +7,26 @@ import functools
 import logging
 import math
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import SCALER_NAME
 from torch import Tensor, nn
 
 from zero_plugin.errors import ConfigError, EngineStateError
+from zero_plugin.integrations._huggingface.checks import (
+    check_alone,
+    check_ddp,
+    check_scaler,
+    check_supported,
+)
 from zero_plugin.integrations._huggingface.entry import STATE
+from zero_plugin.integrations._huggingface.files import load_weights
 from zero_plugin.integrations._huggingface.optimizer import ZeroAcceleratedOptimizer
+from zero_plugin.integrations._huggingface.plugin import ZeroOffloadPlugin
 from zero_plugin.integrations._huggingface.prepared import Prepared, Together, models_of
+from zero_plugin.integrations._lightning.precision import from_grad_scaler, to_grad_scaler
 from zero_plugin.runtime.memory import available_host_bytes
 
 if TYPE_CHECKING:
@@ -24,7 +35,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator as Base
 
     from zero_plugin.engine import ZeroEngine
-    from zero_plugin.integrations._huggingface.plugin import ZeroOffloadPlugin
 else:
     Base = object
 
@@ -179,6 +189,58 @@ class ZeroAccelerator(Base):
             if name.startswith(prefix)
         }
 
+    def save_state(
+        self,
+        output_dir: str | None = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> Any:
+        """Save everything, in Accelerate's own files; all ranks call it.
+
+        The files are those of a stock run, so a run may go on with us or without us, on any number of ranks.
+        """
+        self._zero.settle()
+        with self._zero.only_on_rank_0(enabled=not self.project_configuration.save_on_each_node):
+            place = super().save_state(
+                output_dir, safe_serialization=safe_serialization, **save_model_func_kwargs
+            )
+        engine = self._scaling_engine()
+        if engine is not None and self.is_main_process:
+            torch.save(to_grad_scaler(engine.loss_scale_state()), Path(place, SCALER_NAME))
+        return place
+
+    def load_state(
+        self,
+        input_dir: str | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Load what `save_state` wrote, ours or a stock run's; all ranks call it."""
+        self._zero.settle()
+        options = {k: v for k, v in load_model_func_kwargs.items() if k == "strict"}
+
+        def before(models: list[nn.Module], folder: str) -> None:
+            engine = self._scaling_engine()
+            scaler_file = Path(folder, SCALER_NAME)
+            if engine is not None and scaler_file.is_file():
+                state = torch.load(scaler_file, weights_only=True)
+                engine.load_loss_scale_state(from_grad_scaler(state))
+            for number, model in enumerate(models):
+                engine = self._zero.engine_of_model(original(model))
+                with nullcontext() if engine is None else engine.full_params(writeback=True):
+                    load_weights(original(model), folder, number, **options)
+            models.clear()  # so that Accelerate does not load them again
+
+        handle = self.register_load_state_pre_hook(before)
+        try:
+            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+        finally:
+            handle.remove()
+
+    def _scaling_engine(self) -> ZeroEngine | None:
+        """The engine whose loss scale is the Accelerator's."""
+        return next((e for e in self._zero.engines if e.config.loss_scale == "dynamic"), None)
+
     # ------------------------------------------------------------------ end
 
     def free_memory(self, *objects: Any) -> list[Any]:
@@ -217,15 +279,29 @@ class ZeroAccelerator(Base):
 def make(
     accelerator: Any,
     plain: Callable[..., None],
-    plugin: ZeroOffloadPlugin,
+    given: ZeroOffloadPlugin | None,
     args: Any,
     kwargs: Any,
 ) -> None:
     """Run the stock `__init__`, then make the instance ours.
 
+    Args:
+        accelerator: the instance.
+        plain: the stock `__init__`.
+        given: the plugin; None for what the environment says.
+        args: of `__init__`,
+        kwargs: and by name.
+
     Raises:
         ConfigError: other settings ask for another engine, or for what an engine cannot do.
     """
+    plugin = ZeroOffloadPlugin.from_environment() if given is None else given
+    if not isinstance(plugin, ZeroOffloadPlugin):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(
+            f"zero_plugin is a {type(plugin).__name__}: give a ZeroOffloadPlugin(stage=..., ...)"
+        )
+    check_supported(type(accelerator))
+    check_alone(kwargs)
     plain(accelerator, *args, **kwargs)
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind not in _PLAIN_TYPES:
@@ -233,10 +309,18 @@ def make(
             f"zero-plugin and Accelerate's distributed_type {kind} were both asked for: choose one; zero-plugin runs on "
             f"{', '.join(_PLAIN_TYPES)}"
         )
+    if accelerator.fp8_enabled:
+        raise ConfigError(
+            "mixed_precision='fp8' is not supported: use 'bf16', 'fp16' or 'no' with zero-plugin"
+        )
     accelerator.zero_plugin = plugin
     setattr(accelerator.state, STATE, plugin)
     config = plugin.config
+    check_ddp(accelerator.ddp_handler)
+    if accelerator.ddp_handler is not None and not accelerator.ddp_handler.broadcast_buffers:
+        config = dataclasses.replace(config, broadcast_buffers=False)
     if accelerator.scaler is not None:
+        check_scaler(accelerator.scaler)
         accelerator.scaler = None
         if config.loss_scale is None:
             config = dataclasses.replace(config, loss_scale="dynamic")

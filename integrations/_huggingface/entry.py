@@ -10,7 +10,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from zero_plugin.integrations._huggingface import plugin
+from zero_plugin.integrations._huggingface.selection import is_selected
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -57,11 +57,10 @@ def enter_accelerator(module: ModuleType) -> None:
     @functools.wraps(plain)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it takes the method's place
         given = kwargs.pop("zero_plugin", None)
-        if given is None and not plugin.is_selected() and _in_use(module) is None:
+        if given is None and not is_selected() and _in_use(module) is None:
             plain(self, *args, **kwargs)
             return
-        chosen = given or _in_use(module) or plugin.ZeroOffloadPlugin.from_environment()
-        _make(self, plain, chosen, args, kwargs)
+        _make(self, plain, given or _in_use(module), args, kwargs)
 
     __init__.__dict__["of_zero_plugin"] = True
     stock.__init__ = __init__

@@ -28,6 +28,13 @@ class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
         self._prepared.settle()
         return super().step(closure)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The full state in torch's format; all ranks call it."""
+        engine = self._prepared.engine_of(self.optimizer)
+        if engine is not None and self._prepared.saves_on_rank_0:
+            return engine.optimizer_state_dict(self.optimizer, rank0_only=True)
+        return super().state_dict()
+
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped for a gradient that is not finite."""

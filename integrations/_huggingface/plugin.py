@@ -9,18 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from zero_plugin.config import ZeroConfig
 from zero_plugin.errors import ConfigError
+from zero_plugin.integrations._huggingface.selection import SETTINGS, SWITCH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-SWITCH = "ACCELERATE_USE_ZERO_PLUGIN"
-"""`true`: every Accelerator of the process trains on the engine."""
-
-SETTINGS = "ZERO_PLUGIN_CONFIG"
-"""The `ZeroConfig` fields as JSON."""
-
-_TRUE = ("1", "true", "yes", "on", "y", "t")
-_FALSE = ("", "0", "false", "no", "off", "n", "f")
 
 
 class ZeroOffloadPlugin:
@@ -111,27 +103,3 @@ def changed_settings(config: ZeroConfig) -> dict[str, Any]:
         else:
             found[field.name] = value
     return found
-
-
-def is_selected(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether the environment selects zero-plugin.
-
-    Raises:
-        ConfigError: the switch has a value that is neither true nor false.
-    """
-    value = (os.environ if environment is None else environment).get(SWITCH)
-    return value is not None and read_switch(value)
-
-
-def read_switch(value: str) -> bool:
-    """Read the switch's value.
-
-    Raises:
-        ConfigError: it is neither true nor false.
-    """
-    word = value.strip().lower()
-    if word in _TRUE:
-        return True
-    if word in _FALSE:
-        return False
-    raise ConfigError(f"{SWITCH}={value!r} is neither true nor false: set it to true, or remove it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -11,7 +12,7 @@ from zero_plugin.errors import ConfigError, EngineStateError
 from zero_plugin.sharding.hooks import before_forwards
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Generator, Iterable, Sequence
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -49,6 +50,8 @@ class Prepared:
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self._watches: dict[int, RemovableHandle] = {}
+        self.saves_on_rank_0 = False
+        """Whether an optimizer's state is wanted on rank 0 alone."""
 
     def add_model(self, model: nn.Module) -> None:
         """Note a model, unless it is known."""
@@ -128,6 +131,15 @@ class Prepared:
             if chosen:
                 found.append((engine, chosen))
         return found
+
+    @contextmanager
+    def only_on_rank_0(self, *, enabled: bool) -> Generator[None]:
+        """Inside, optimizer states are gathered on rank 0 and are empty on the others."""
+        before, self.saves_on_rank_0 = self.saves_on_rank_0, enabled
+        try:
+            yield
+        finally:
+            self.saves_on_rank_0 = before
 
     def forget(self) -> list[ZeroEngine]:
         """Let go of everything; the engines are the caller's to close."""
