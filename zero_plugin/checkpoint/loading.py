@@ -110,7 +110,7 @@ class Load:
             for target in self._holdings.state_targets():
                 self._fill_state(target)
             for target in self._holdings.weight_targets():
-                if target.name in self._fit.weights:
+                if target.name in self._fit.weights and target.view.numel():
                     entry = self.catalog.weight(target.name)
                     self.catalog.fill(self._reader, entry, target.start, target.view)
             self._fill_members()
@@ -171,6 +171,8 @@ class Load:
 
     def _fill_state(self, target: Target) -> None:
         catalog = self.catalog
+        if target.view.numel() == 0:
+            return
         if target.kind == MASTER:
             if target.name in self._fit.weights:
                 catalog.fill(self._reader, catalog.master(target.name), target.start, target.view)
