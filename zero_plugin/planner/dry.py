@@ -1,0 +1,455 @@
+"""What an engine would allocate, asked of the engine's own parts on a backend that allocates nothing.
+
+The model is a twin on torch's meta device, the ranks and the files are stand-ins, and every operation ends where it is
+issued. So blocks, padding, slabs and staging come from the code that trains, and the most weights that are gathered at
+once from the gatherer itself, led through a forward and a backward in the order of the modules.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from zero_plugin.access import make_plain
+from zero_plugin.accounts import KINDS
+from zero_plugin.budget import Budget
+from zero_plugin.config import ZeroConfig
+from zero_plugin.errors import ConfigError
+from zero_plugin.grads.scaler import LossScaler
+from zero_plugin.optim.lion import Lion
+from zero_plugin.optim.rule import rule_for
+from zero_plugin.parts import DTYPES, assemble
+from zero_plugin.resources import Resources
+from zero_plugin.runtime.backend import Backend, HostCompute, Lane, LaneKind, Memory
+from zero_plugin.runtime.execution import Services
+from zero_plugin.runtime.ticket import ProgramOrder
+from zero_plugin.sharding.parameters import ManagedParameter
+from zero_plugin.sharding.partition import Block, form_blocks
+from zero_plugin.sharding.peer import PIECE_BYTES
+from zero_plugin.sharding.roster import Roster
+from zero_plugin.sharding.sharded import ShardedModel
+from zero_plugin.sharding.units import plan_units
+from zero_plugin.store.layout import Extent, round_up
+from zero_plugin.trace import Ledger
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+Table = dict[str, dict[str, int]]
+"""Bytes of each kind in each tier, as `ZeroEngine.memory()` gives them."""
+
+ALIGNMENT = 4096
+"""Of the files of a tier."""
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "lion": Lion,
+    "sgd": torch.optim.SGD,
+}
+"""By the names that the command line takes; each with its defaults, `sgd` with momentum."""
+
+_ROUNDS = 2
+"""Steps the gatherer is led through: in the first it foresees nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """What one rank's engine takes.
+
+    Attributes:
+        table: bytes by tier and kind; device params hold what is resident.
+        gathered: most bytes of full weights that are gathered at once (stage 3), beside the table's.
+        unreduced: most bytes of gradients that are not reduced yet, beside the table's.
+        blocks: how many blocks of parameters there are.
+        largest_unit: bytes of the largest unit, or 0 where weights are whole.
+        units: number of units.
+    """
+
+    table: Table
+    gathered: int
+    unreduced: int
+    blocks: int
+    largest_unit: int
+    units: int
+
+    def tier(self, name: str) -> int:
+        """All bytes of a tier that the engine causes, transients included."""
+        total = sum(self.table[name].values())
+        return total + (self.gathered + self.unreduced if name == "device" else 0)
+
+
+class _DryLane(Lane):
+    """Ends every operation where it is issued."""
+
+    @override
+    def _enqueue(self, ticket: Any, operation: Any, dependencies: Any) -> None:
+        del operation, dependencies
+        ticket.start()
+        ticket.finish(None)
+
+
+class _DryBackend(Backend):
+    """Memory on the meta device."""
+
+    def __init__(self) -> None:
+        order = ProgramOrder("dry")
+        services = Services(kernels=cast("Any", None), ledger=Ledger(), trace=None)
+        super().__init__(order=order, services=services, compute=HostCompute(order))
+
+    @override
+    def allocate(self, nbytes: int, memory: Memory) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
+    @override
+    def _new_lane(self, name: str, kind: LaneKind) -> Lane:
+        return _DryLane(name=name, kind=kind, order=self._order, services=self._services)
+
+    @override
+    def _shut(self) -> None:
+        return
+
+
+class _DryGroup:
+    """Ranks of which only the first is here."""
+
+    rank = 0
+    workspace_bytes = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+class _DryStore:
+    """Files without bytes."""
+
+    alignment = ALIGNMENT
+
+    def reserve(self, nbytes: int, label: str) -> Extent:
+        padded = round_up(nbytes, ALIGNMENT)
+        return Extent(number=0, label=label, nbytes=nbytes, padded=padded, bases=(0,))
+
+    def register(self, memory: Tensor) -> None:
+        del memory
+
+
+def meta_twin(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """The same module with parameters and buffers on the meta device; no weight is copied or touched.
+
+    Args:
+        model: any module.
+        dtype: of its floating parameters in the twin; None: their own.
+
+    Raises:
+        ConfigError: the module cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        converts = dtype is not None and parameter.is_floating_point()
+        kept = dtype if converts else parameter.dtype
+        empty = torch.empty(tuple(parameter.shape), dtype=kept, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty(tuple(buffer.shape), dtype=buffer.dtype, device="meta")
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be copied for planning ({type(error).__name__}: {error}): give a plain module, "
+            "or a Hugging Face config or folder"
+        ) from error
+
+
+def optimizer_for(model: nn.Module, optimizer: str | Optimizer) -> Optimizer:
+    """An optimizer to plan with: the one given, or a new one of that name.
+
+    Raises:
+        ConfigError: the name is unknown, or nothing is trainable.
+    """
+    if not isinstance(optimizer, str):
+        return optimizer
+    if optimizer not in OPTIMIZERS:
+        raise ConfigError(f"optimizer={optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise ConfigError(
+            f"{type(model).__name__} has no trainable parameter, so there is nothing to plan: set requires_grad"
+        )
+    kind = OPTIMIZERS[optimizer]
+    # Building one loads the compiler of torch, which takes longer than a plan; a plan asks for its rule and groups only.
+    made: Any = kind.__new__(kind)
+    made.defaults = {
+        name: option.default
+        for name, option in inspect.signature(kind.__init__).parameters.items()
+        if option.default is not inspect.Parameter.empty
+    }
+    made.defaults |= {"momentum": 0.9} if optimizer == "sgd" else {}
+    made.state = {}
+    made.param_groups = [{**made.defaults, "params": trainable}]
+    return made
+
+
+class DryModel:
+    """A model that engines are tried on.
+
+    Args:
+        model: on the meta device (`meta_twin`); it is this object's from now on.
+        optimizer: its name, or an optimizer of the same kind as will be used.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: str | Optimizer = "adamw") -> None:
+        self.model = model
+        self.optimizer = optimizer_for(model, optimizer)
+        self._gathered: dict[tuple[Any, ...], int] = {}
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters, tied ones once."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    @property
+    def trainable(self) -> int:
+        """Elements of those that are trained."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    @property
+    def states(self) -> int:
+        """fp32 states of a parameter beside its master; those of Adam where the optimizer has no compiled rule."""
+        rule = rule_for(self.optimizer)
+        return 2 if rule is None else len(rule.state_names)
+
+    def footprint(self, config: ZeroConfig, world_size: int, *, accumulate: int = 1) -> Footprint:
+        """What the engine of one rank takes under a config.
+
+        Args:
+            config: any; limits are not looked at.
+            world_size: number of ranks.
+            accumulate: micro-batches of a step.
+
+        Raises:
+            ConfigError: the combination is refused.
+            BudgetError: `nvme_buffer_bytes` is too small.
+        """
+        trial = _Trial(self.model, self.optimizer, config, world_size)
+        try:
+            table = trial.fill(accumulate)
+            table["device"]["staging"] += trial.workspace()
+            units = [] if trial.parts.sharded is None else trial.parts.sharded.units
+            found = Footprint(
+                table=table,
+                gathered=0,
+                unreduced=trial.unreduced(accumulate),
+                blocks=len(trial.roster.blocks),
+                largest_unit=max((unit.nbytes for unit in units), default=0),
+                units=len(units),
+            )
+        finally:
+            _make_plain(self.model)
+        return replace(found, gathered=self.gathered(config)) if units else found
+
+    def gathered(self, config: ZeroConfig) -> int:
+        """Most bytes of full weights at once, the same for every number of ranks and every tier."""
+        key = (config.prefetch_units, config.prefetch_limit, config.persist_below)
+        if key not in self._gathered:
+            plan = plan_units(self.model, persist_below=config.persist_below)
+            # The gatherer's own limit, given to it so that it need not find the largest unit at every turn.
+            largest = max(
+                (sum(p.numel() * p.element_size() for _, p in u.parameters) for u in plan.units),
+                default=0,
+            )
+            ahead = config.prefetch_limit
+            alone = ZeroConfig(
+                stage=3,
+                optimizer="device",
+                gradients="device",
+                prefetch_units=config.prefetch_units,
+                prefetch_bytes=largest * config.prefetch_units if ahead is None else ahead,
+                persist_below=config.persist_below,
+            )
+            trial = _Trial(self.model, self.optimizer, alone, 1)
+            try:
+                trial.fill(1)
+                sharded = trial.parts.sharded
+                found = 0 if sharded is None else _most_gathered(self.model, sharded, plan.uses)
+                self._gathered[key] = found
+            finally:
+                _make_plain(self.model)
+        return self._gathered[key]
+
+
+class _Trial:
+    """The parts of one engine, on stand-ins."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, config: ZeroConfig, world_size: int
+    ) -> None:
+        self.group = _DryGroup(world_size)
+        group: Any = self.group
+        stands_in: Any = _DryStore() if config.nvme_paths else None
+        self.world_size = world_size
+        self.model = model
+        self.config = config
+        self.resources = Resources(
+            group=group,
+            weight_group=group if config.shards_parameters else None,
+            kernels=cast("Any", None),
+            backend=_DryBackend(),
+            control=group,
+            store=stands_in,
+            ledger=Ledger(),
+            trace=None,
+            trace_path=None,
+        )
+        self.roster = Roster(model, [optimizer])
+        budget = Budget(ZeroConfig(), torch.device("cpu"))
+        scaler = LossScaler(config.loss_scale)
+        with _without_compiler():
+            self.parts = assemble(model, config, self.resources, self.roster, budget, scaler)
+        self.states = self.parts.make_states([optimizer], config, self.resources)
+        self.accounts = self.parts.make_accounts(config, self.states, self.resources)
+
+    def fill(self, accumulate: int) -> Table:
+        """Reserve everything as an engine does, let gradients arrive, and count it with nothing gathered."""
+        parts, config = self.parts, self.config
+        members = _members(self.model)
+        with torch.no_grad():
+            if parts.sharded is not None:
+                parts.sharded.open(members)
+            blocks = form_blocks(
+                members,
+                parts.place,
+                wire_bytes=DTYPES[config.reduce_dtype].itemsize,
+                limit=config.bucket_size,
+            )
+            self.roster.admit(members, blocks)
+            if parts.sharded is not None:
+                parts.sharded.admit(blocks)
+            parts.gradients.add_blocks(blocks)
+            if parts.swap is not None:
+                parts.swap.prepare(self.accounts.formed(blocks))
+            for states in self.states:
+                states.add_blocks(blocks)
+            parts.buckets.add_blocks(blocks)
+            parts.pipeline.add_blocks(blocks)
+            if parts.sharded is not None:
+                parts.sharded.gatherer.set_units(parts.sharded.units)
+                parts.sharded.gatherer.release_all()
+            self._receive(blocks, accumulate)
+        table = self.accounts.held(self.model)
+        return {tier: {kind: table[tier][kind] for kind in KINDS} for tier in table}
+
+    def _receive(self, blocks: Sequence[Block], accumulate: int) -> None:
+        """Gradients arrive: what is added up takes fp32 buffers, made when the second one comes."""
+        whole = not self.config.shards_gradients
+        for _ in range(1 if whole else min(accumulate, 2)):
+            for block in blocks:
+                gradients = self.parts.gradients
+                arrival = gradients.arrive(block, exact=whole and accumulate > 1)
+                written = self.resources.backend.mark("gradients")
+                gradients.commit(block, arrival, written, last=True)
+
+    def unreduced(self, accumulate: int) -> int:
+        """Two blocks' gradients, the one that is moved and the one that is filled; all of them where they are kept."""
+        if accumulate > 1 and not self.config.shards_gradients:
+            return 4 * sum(member.numel for member in self.roster.members)
+        sizes = [sum(m.nbytes for m in block.parameters) for block in self.roster.blocks]
+        return sum(sorted(sizes, reverse=True)[:2])
+
+    def workspace(self) -> int:
+        """What the transport of host tensors keeps: pieces on their way to be summed, and one of the first broadcast."""
+        others, blocks = self.world_size - 1, self.roster.blocks
+        if not others or not blocks:
+            return 0
+        # An all-reduce sums this rank's part of the whole chunk, a reduce-scatter its chunk.
+        parted = self.world_size // self.parts.place.shards
+        nbytes = max(block.chunk for block in blocks) // parted * self.parts.buckets.wire.itemsize
+        pieces = 2 * others * round_up(min(PIECE_BYTES, nbytes), 64)
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        sent = sum(item.numel() * item.element_size() for item in tensors)
+        return pieces + (min(PIECE_BYTES, sent) if len(tensors) > 1 else 0)
+
+
+@contextmanager
+def _without_compiler() -> Generator[None]:
+    """Make hooks without asking torch to keep Dynamo from tracing them.
+
+    The question loads all of Dynamo, which takes seconds, and the hooks of a trial never run.
+    """
+    if "torch._dynamo" in sys.modules:
+        yield
+        return
+    compiler: Any = torch.compiler
+    original = compiler.disable
+    compiler.disable = _unchanged
+    try:
+        yield
+    finally:
+        compiler.disable = original
+
+
+def _unchanged(function: Any, **_: Any) -> Any:
+    return function
+
+
+def _members(model: nn.Module) -> list[ManagedParameter]:
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [
+        ManagedParameter(index=index, name=name, parameter=parameter, optimizer=0)
+        for index, (name, parameter) in enumerate(trainable)
+    ]
+
+
+def _make_plain(model: nn.Module) -> None:
+    """Undo what a trial did to the model's parameters."""
+    make_plain(
+        [(p, torch.empty(tuple(p.shape), dtype=p.dtype, device="meta")) for p in model.parameters()]
+    )
+
+
+def _most_gathered(
+    model: nn.Module,
+    sharded: ShardedModel,
+    uses: Sequence[tuple[nn.Module, tuple[int, ...]]],
+) -> int:
+    """Lead the gatherer through a few steps in registration order."""
+    gatherer = sharded.gatherer
+    numbers = {id(module): found for module, found in uses}
+    with torch.no_grad():
+        for _ in range(_ROUNDS):
+            calls = list(_forward(model, numbers, sharded, set()))
+            for call, found in reversed(calls):
+                for number in reversed(found):
+                    gatherer.reached(call, sharded.units[number])
+            gatherer.end_backward()
+    return gatherer.peak_bytes
+
+
+def _forward(
+    module: nn.Module,
+    uses: dict[int, tuple[int, ...]],
+    sharded: ShardedModel,
+    seen: set[int],
+) -> Iterator[tuple[Any, tuple[int, ...]]]:
+    """Each call of a module that needs units, children inside their parent's; innermost calls end first."""
+    seen.add(id(module))
+    numbers = uses.get(id(module))
+    call = None
+    if numbers is not None:
+        units = [sharded.units[number] for number in numbers]
+        call = sharded.gatherer.enter(units)
+        yield call, numbers
+    for child in module.children():
+        if id(child) not in seen:
+            yield from _forward(child, uses, sharded, seen)
+    if numbers is not None and call is not None:
+        sharded.gatherer.leave([sharded.units[number] for number in numbers], call)

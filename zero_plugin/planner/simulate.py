@@ -1,0 +1,137 @@
+"""A step as lanes would run it: every unit's gather, computation, reduction and update on resources that serve one at a time.
+
+Finer than `zero_plugin.planner.cost`, which takes the slowest resource of each phase: here a unit can only be used once it has
+come, only so many come ahead, and what is last has nothing to hide behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from zero_plugin.machine.hardware import Hardware
+from zero_plugin.planner.cost import (
+    COLLECTIVE,
+    COMPUTE,
+    DEVICE_UPDATE,
+    DOWN,
+    HOST_UPDATE,
+    READ,
+    UP,
+    WRITE,
+    Choice,
+    Load,
+    Phase,
+    phases,
+)
+
+_COMING = (READ, UP, COLLECTIVE)
+"""What a unit of sharded weights passes, in order."""
+
+MOST_UNITS = 96
+"""More are simulated as so many of even size: the step's shape does not change."""
+
+
+class _Lanes:
+    """When each resource is free again."""
+
+    def __init__(self) -> None:
+        self._free: dict[str, float] = {}
+
+    def run(self, name: str, seconds: float, after: float) -> float:
+        """Queue work; returns when it ends."""
+        end = max(self._free.get(name, 0.0), after) + seconds
+        self._free[name] = end
+        return end
+
+    @property
+    def end(self) -> float:
+        """When all have ended."""
+        return max(self._free.values(), default=0.0)
+
+
+def simulate(
+    choice: Choice, load: Load, hardware: Hardware, *, most_units: int = MOST_UNITS
+) -> float:
+    """Seconds of a step, the second of two where the update is delayed.
+
+    Args:
+        choice: the placement.
+        load: what is computed and moved.
+        hardware: rates.
+        most_units: a step of more units is simulated as one of so many.
+    """
+    forward, backward, update = phases(choice, load, hardware)
+    units = max(1, min(load.units, most_units))
+    if not choice.delayed:
+        lanes = _Lanes()
+        return _update(
+            update, choice, lanes, units, _compute(forward, backward, choice, lanes, units)
+        )
+    # The update of one step and the computation of the next share every resource but the ones that compute.
+    lanes = _Lanes()
+    _update(update, choice, lanes, units, 0.0)
+    _compute(forward, backward, choice, lanes, units)
+    return lanes.end
+
+
+def _compute(forward: Phase, backward: Phase, choice: Choice, lanes: _Lanes, units: int) -> float:
+    at = 0.0
+    for _ in range(forward.repeats):
+        at = _pass(forward.seconds, choice, lanes, units, at, coming=_arrivals(choice, out=True))
+        at = _pass(backward.seconds, choice, lanes, units, at, coming=_arrivals(choice, out=False))
+    return max(at, lanes.end)
+
+
+def _arrivals(choice: Choice, *, out: bool) -> tuple[str, ...]:
+    """Resources a unit passes before it is computed; the others come after."""
+    if choice.stage == 3:
+        return tuple(
+            name for name in _COMING if name == COLLECTIVE or choice.params != "device" or not out
+        )
+    return () if out else tuple(name for name in (READ, UP))
+
+
+def _pass(
+    seconds: Mapping[str, float],
+    choice: Choice,
+    lanes: _Lanes,
+    units: int,
+    start: float,
+    *,
+    coming: tuple[str, ...],
+) -> float:
+    """One forward or backward: units come, at most `prefetch` ahead, are computed, and leave."""
+    each = {name: value / units for name, value in seconds.items()}
+    ahead = max(choice.prefetch, 0) if choice.stage == 3 else units
+    ends: list[float] = []
+    for unit in range(units):
+        before = unit - ahead - 1
+        ready = start if before < 0 else ends[before]
+        for name in coming:
+            if name in each:
+                ready = lanes.run(name, each[name], ready)
+        done = lanes.run(COMPUTE, each.get(COMPUTE, 0.0), max(ready, ends[-1] if ends else start))
+        ends.append(done)
+        for name in (COLLECTIVE, DOWN, WRITE):
+            if name in each and name not in coming:
+                done = lanes.run(name, each[name], done)
+    return ends[-1]
+
+
+def _update(update: Phase, choice: Choice, lanes: _Lanes, units: int, start: float) -> float:
+    """Blocks are read, updated, written and published, one behind the other."""
+    each = {name: value / units for name, value in update.seconds.items()}
+    gradients_up = choice.optimizer == "device" and choice.gradients != "device"
+    before = (READ, DOWN, *((UP,) if gradients_up else ()))
+    for _ in range(units):
+        at = start
+        for name in before:
+            if name in each:
+                at = lanes.run(name, each[name], at)
+        for name in (HOST_UPDATE, DEVICE_UPDATE):
+            if name in each:
+                at = lanes.run(name, each[name], at)
+        for name in (WRITE, UP, COLLECTIVE):
+            if name in each and name not in before:
+                lanes.run(name, each[name], at)
+    return lanes.end
