@@ -33,6 +33,10 @@ TARGETS = frozenset(
         "lightning.fabric.strategies",
         "lightning_fabric.strategies",
         "accelerate.accelerator",
+        "accelerate.commands.config.config_args",
+        "accelerate.commands.config.config",
+        "accelerate.commands.config.default",
+        "accelerate.commands.launch",
     }
 )
 

@@ -13,6 +13,14 @@ from zero_plugin.errors import ZeroError
 COMMANDS: dict[str, tuple[str, str]] = {
     "checkpoint": ("zero_plugin.checkpoint.command", "look at a checkpoint, check it, export it"),
     "plan": ("zero_plugin.planner.command", "find where a model's states should lie"),
+    "config": (
+        "zero_plugin.integrations._huggingface.configure",
+        "write an Accelerate config that selects zero-plugin",
+    ),
+    "launch": (
+        "zero_plugin.integrations._huggingface.launch",
+        "accelerate launch, where the automatic registration is off",
+    ),
     "doctor": ("zero_plugin.machine.doctor", "say what this machine and its packages can do"),
 }
 """Name of a command: its module (a `Command`), loaded only when it is used, and a line of help."""

@@ -10,6 +10,12 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from zero_plugin.integrations._huggingface.config_hooks import (
+    enter_config_file,
+    enter_default,
+    enter_launch,
+    enter_questions,
+)
 from zero_plugin.integrations._huggingface.selection import is_selected
 
 if TYPE_CHECKING:
@@ -79,4 +85,8 @@ def _make(self: Any, plain: Callable[..., None], chosen: Any, args: Any, kwargs:
 
 _ENTRANCES: dict[str, Callable[[ModuleType], None]] = {
     "accelerate.accelerator": enter_accelerator,
+    "accelerate.commands.config.config_args": enter_config_file,
+    "accelerate.commands.config.config": enter_questions,
+    "accelerate.commands.config.default": enter_default,
+    "accelerate.commands.launch": enter_launch,
 }

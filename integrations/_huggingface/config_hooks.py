@@ -1,0 +1,145 @@
+"""Where zero-plugin enters `accelerate config` and `accelerate launch`.
+
+Accelerate imports its configuration code into every process, so nothing here imports torch, the engine or the checks of a
+config before a file or an answer asks for us.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import field, make_dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from zero_plugin.integrations._huggingface.selection import SETTINGS, SWITCH, is_selected
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+BLOCK = "zero_plugin_config"
+"""The key of our block in Accelerate's YAML and JSON files."""
+
+
+def enter_config_file(module: ModuleType) -> None:
+    """Let a config file have our block.
+
+    Args:
+        module: `accelerate.commands.config.config_args`.
+    """
+    config: type[Any] = module.ClusterConfig
+    plain: Callable[..., None] = config.__init__
+    if _is_ours(plain):
+        return
+    made: Any = make_dataclass("made", [(BLOCK, "dict | None", field(default=None))])
+    config.__dataclass_fields__[BLOCK] = made.__dataclass_fields__[BLOCK]
+
+    @functools.wraps(plain)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it takes the method's place
+        block = kwargs.pop(BLOCK, None)
+        plain(self, *args, **kwargs)
+        if block is not None:
+            setattr(self, BLOCK, _checked(block, self))
+
+    config.__init__ = _mark(__init__)
+
+
+def enter_questions(module: ModuleType) -> None:
+    """Ask for us in `accelerate config`, after its own questions.
+
+    Args:
+        module: `accelerate.commands.config.config`.
+    """
+    plain: Callable[[], Any] = module.get_cluster_input
+    if _is_ours(plain):
+        return
+
+    @functools.wraps(plain)
+    def get_cluster_input() -> Any:
+        config = plain()
+        return import_module("zero_plugin.integrations._huggingface.questions").ask(config, module)
+
+    module.get_cluster_input = _mark(get_cluster_input)
+
+
+def enter_default(module: ModuleType) -> None:
+    """Let `accelerate config default` write our block where the environment selects us.
+
+    Args:
+        module: `accelerate.commands.config.default`.
+    """
+    plain: Callable[..., Any] = module.write_basic_config
+    if _is_ours(plain):
+        return
+
+    @functools.wraps(plain)
+    def write_basic_config(*args: Any, **kwargs: Any) -> Any:
+        place = plain(*args, **kwargs)
+        if place and is_selected():
+            config = module.ClusterConfig.from_json_file(place)
+            setattr(config, BLOCK, _settings_of_environment())
+            config.to_json_file(place)
+        return place
+
+    module.write_basic_config = _mark(write_basic_config)
+
+
+def enter_launch(module: ModuleType) -> None:
+    """Let `accelerate launch` hand a config file's block to the processes it starts.
+
+    Args:
+        module: `accelerate.commands.launch`.
+    """
+    plain: Callable[[Any], Any] = module.launch_command
+    if _is_ours(plain):
+        return
+
+    @functools.wraps(plain)
+    def launch_command(args: Any) -> Any:
+        block = _block_for(module, args)
+        if block is None:
+            return plain(args)
+        before = {name: os.environ.get(name) for name in (SWITCH, SETTINGS)}
+        os.environ.update(_variables(block, args))
+        try:
+            return plain(args)
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+    module.launch_command = _mark(launch_command)
+
+
+def _block_for(module: ModuleType, args: Any) -> Any:
+    """The block of the config file that `accelerate launch` is going to read."""
+    is_default = os.path.isfile(module.default_config_file) and not args.cpu  # noqa: PTH113 - as it stands there
+    if args.config_file is None and not is_default:
+        return None
+    return getattr(module.load_config_from_file(args.config_file), BLOCK, None)
+
+
+def _variables(block: Any, args: Any) -> dict[str, str]:
+    ours = import_module("zero_plugin.integrations._huggingface.blocks")
+    variables: dict[str, str] = ours.variables(block, args)
+    return variables
+
+
+def _checked(block: Any, config: Any) -> Any:
+    return import_module("zero_plugin.integrations._huggingface.blocks").check(block, config)
+
+
+def _settings_of_environment() -> Any:
+    return import_module("zero_plugin.integrations._huggingface.blocks").of_environment()
+
+
+def _mark(function: Callable[..., Any]) -> Callable[..., Any]:
+    function.__dict__["of_zero_plugin"] = True
+    return function
+
+
+def _is_ours(function: Callable[..., Any]) -> bool:
+    return bool(getattr(function, "of_zero_plugin", False))
