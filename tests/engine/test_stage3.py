@@ -229,3 +229,42 @@ def test_memory_says_where_the_weights_are() -> None:
         with engine.full_params():
             assert engine.memory()["device"]["params"] == 2 * psi
     assert snapshot(model).keys() == make_gpt().state_dict().keys()
+
+
+class _Counted(dict[int, Any]):
+    """The units that are here; counts how many are looked at."""
+
+    looked_at = 0
+
+    def values(self) -> Any:
+        self.looked_at += len(self)
+        return super().values()
+
+
+class _Uncounted(list[Any]):
+    """All units; going through them is not for every call."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("went through every unit of the model")
+
+
+def test_what_a_unit_costs_does_not_depend_on_how_many_there_are() -> None:
+    looked_at = []
+    for layers in (4, 12):
+        model = make_gpt(width=12, layers=layers)
+        with engine_for(model, adamw(model.parameters()), stage=3) as (engine, optimizer):
+            sharded: Any = engine._sharded
+            gatherer = sharded.gatherer
+            for step in range(5):
+                if step == 3:
+                    gatherer._here = _Counted(gatherer._here)
+                    gatherer.units = _Uncounted(gatherer.units)
+                engine.backward(model(gpt_batch(step)))
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    model(gpt_batch(step))
+            looked_at.append(gatherer._here.looked_at)
+            gatherer.units = list.copy(gatherer.units)
+    small, large = looked_at
+    assert 0 < large < 3 * small

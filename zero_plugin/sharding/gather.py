@@ -138,6 +138,7 @@ class UnitGatherer:
         self._clock = 0.0
         self._calls: list[Call] = []
         self._guard = guard_of(self)
+        self._here: dict[int, Unit] = {}
         self._unit_of: dict[int, Unit] = {}
         self._name_of: dict[int, str] = {}
         self._closed = False
@@ -153,6 +154,8 @@ class UnitGatherer:
         """The most there were."""
         self.missed = 0
         """Gathers that were not foreseen."""
+        self.largest_unit_bytes = 0
+        """Bytes of the largest unit."""
 
     # Units -------------------------------------------------------------------------------------------------------
 
@@ -162,7 +165,9 @@ class UnitGatherer:
         self._unit_of = {id(m.parameter): unit for unit in units for m in unit.members}
         self._name_of = {id(m.parameter): m.name for unit in units for m in unit.members}
         self.members = {storage_key(m.alias): (unit, m) for unit in units for m in unit.members}
-        self.gathered_bytes = sum(unit.nbytes for unit in units if not unit.is_released)
+        self._here = {unit.index: unit for unit in units if not unit.is_released}
+        self.gathered_bytes = sum(unit.nbytes for unit in self._here.values())
+        self.largest_unit_bytes = max((unit.nbytes for unit in units), default=0)
         self._reserve([block for unit in units for block in unit.blocks])
 
     def planned(self, units: Iterable[Unit]) -> int:
@@ -176,11 +181,6 @@ class UnitGatherer:
     def staging_bytes(self) -> int:
         """Device bytes of staging."""
         return sum(pool.nbytes for pool in (self._chunks, self._gathered) if pool is not None)
-
-    @property
-    def largest_unit_bytes(self) -> int:
-        """Bytes of the largest unit."""
-        return max((unit.nbytes for unit in self.units), default=0)
 
     @property
     def is_computing(self) -> bool:
@@ -262,9 +262,9 @@ class UnitGatherer:
 
     def passed(self, call: Call, needed: Unit | None = None) -> None:
         """A backward runs a node that was made in `call`: release the units of younger calls, but not `needed`."""
-        for other in self.units:
+        for other in self._present():
             passed = other.anchor > call.end and not other.foreseen
-            if passed and other is not needed and not other.holds and not other.is_released:
+            if passed and other is not needed and not other.holds:
                 self.release(other)
 
     def reached(self, call: Call, unit: Unit) -> None:
@@ -346,6 +346,7 @@ class UnitGatherer:
                 del self.members[key]
                 self.members[storage_key(member.alias)] = (unit, member)
         self._hide(unit)
+        self._here.pop(unit.index, None)
         unit.tickets = ()
         unit.is_here = False
         unit.foreseen = False
@@ -353,7 +354,7 @@ class UnitGatherer:
 
     def release_all(self) -> None:
         """Release every unit nobody holds."""
-        for unit in self.units:
+        for unit in self._present():
             if unit.holds == 0:
                 self.release(unit)
         self._shards.forget_ahead()
@@ -410,10 +411,10 @@ class UnitGatherer:
         limit = self._ahead_limit
         if limit is None:
             limit = self._depth * self.largest_unit_bytes
-        for unit in self.units:
+        for unit in self._present():
             if unit.foreseen and unit not in soon:
                 self.release(unit)
-        ahead = sum(unit.nbytes for unit in self.units if unit.foreseen)
+        ahead = sum(unit.nbytes for unit in self._here.values() if unit.foreseen)
         for unit in soon:
             if unit.is_released and ahead + unit.nbytes <= limit:
                 self._gather(unit)
@@ -441,14 +442,14 @@ class UnitGatherer:
 
     def _release_nested(self, task: int) -> None:
         """Units that an inner backward (of a reentrant checkpoint) needed: it has ended, since `task` runs again."""
-        for unit in self.units:
-            if unit.task > task and not unit.holds and not unit.is_released and not unit.foreseen:
+        for unit in self._present():
+            if unit.task > task and not unit.holds and not unit.foreseen:
                 self.release(unit)
 
     def _release_kept(self, wanted: Sequence[Unit]) -> None:
         """Units that stayed on a wrong guess, or were borrowed: another one is needed now."""
-        for unit in self.units:
-            if not (unit.holds or unit.foreseen or unit.is_released or unit in wanted):
+        for unit in self._present():
+            if not (unit.holds or unit.foreseen or unit in wanted):
                 self.release(unit)
 
     def _await(self, unit: Unit) -> None:
@@ -461,7 +462,12 @@ class UnitGatherer:
         for member in unit.members:
             member.parameter.__class__ = self._guard
 
+    def _present(self) -> list[Unit]:
+        """The units that are here or coming; a model may have hundreds, of which these are a few."""
+        return list(self._here.values())
+
     def _gather(self, unit: Unit) -> None:
+        self._here[unit.index] = unit
         self.gathered_bytes += unit.nbytes
         self.peak_bytes = max(self.peak_bytes, self.gathered_bytes)
         for member in unit.members:
