@@ -173,6 +173,12 @@ class ZeroConfig:
     prefetch_bytes: int | str | None = None
     """Stage 3: most bytes of full weights gathered ahead. None: `prefetch_units` times the largest unit."""
 
+    max_unit_bytes: int | str | None = None
+    """Stage 3: a larger unit is split at its children, or refused where ranks may run different ones. None: no limit."""
+
+    debug_poison: bool = False
+    """Stage 3: keep the memory of released weights, filled with NaN, so that whoever kept a handle on it notices."""
+
     loss_scale: float | Literal["dynamic"] | None = None
     """Factor on the loss, a power of two, or `dynamic` for fp16. None: 1."""
 
@@ -266,6 +272,12 @@ class ZeroConfig:
         return None if value is None else parse_bytes(value, "prefetch_bytes")
 
     @property
+    def unit_limit(self) -> int | None:
+        """`max_unit_bytes` as a number of bytes, or None."""
+        value = self.max_unit_bytes
+        return None if value is None else parse_bytes(value, "max_unit_bytes")
+
+    @property
     def bucket_size(self) -> int:
         """`bucket_bytes` as a number of bytes."""
         return parse_bytes(self.bucket_bytes, "bucket_bytes")
@@ -295,6 +307,7 @@ class ZeroConfig:
             "delayed_update",
             "broadcast_buffers",
             "nvme_checksum",
+            "debug_poison",
             "split_master",
         ):
             if not isinstance(getattr(self, name), bool):
@@ -307,6 +320,7 @@ class ZeroConfig:
             "pinned_limit",
             "nvme_limit",
             "prefetch_bytes",
+            "max_unit_bytes",
             "nvme_buffer_bytes",
             "nvme_cache_bytes",
         ):
@@ -381,7 +395,13 @@ class ZeroConfig:
                 f"params={self.params!r} needs stage=3: below it every rank keeps the whole weights on its device; set "
                 "stage=3, or params='device'"
             )
-        defaults = {"persist_below": 0, "prefetch_units": 1, "prefetch_bytes": None}
+        defaults = {
+            "persist_below": 0,
+            "prefetch_units": 1,
+            "prefetch_bytes": None,
+            "max_unit_bytes": None,
+            "debug_poison": False,
+        }
         for name, default in defaults.items():
             if getattr(self, name) != default:
                 raise ConfigError(

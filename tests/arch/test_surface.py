@@ -22,7 +22,8 @@ CONFIG_FIELDS = [
     *("overlap", "speculate", "nonfinite", "nonfinite_patience"),
     *("delayed_update", "delayed_update_warmup", "trace"),
     *("reduce_dtype", "gradient_dtype", "bucket_bytes"),
-    *("persist_below", "prefetch_units", "prefetch_bytes", "loss_scale", "broadcast_buffers"),
+    *("persist_below", "prefetch_units", "prefetch_bytes", "max_unit_bytes", "debug_poison"),
+    *("loss_scale", "broadcast_buffers"),
     *("backend", "backend_seed", "threads", "instruction_set", "timeout_seconds"),
 ]
 

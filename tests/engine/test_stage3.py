@@ -210,6 +210,10 @@ def test_stage_3_settings_are_checked() -> None:
         {"stage": 2, "persist_below": 3},
         {"stage": 3, "prefetch_units": -1},
         {"stage": 3, "prefetch_bytes": "many"},
+        {"stage": 3, "max_unit_bytes": "much"},
+        {"stage": 2, "max_unit_bytes": "1GiB"},
+        {"stage": 3, "debug_poison": 1},
+        {"stage": 2, "debug_poison": True},
     ):
         with pytest.raises(ConfigError, match=list(settings)[-1]), engine_for(model, **settings):
             pass
@@ -229,6 +233,31 @@ def test_memory_says_where_the_weights_are() -> None:
         with engine.full_params():
             assert engine.memory()["device"]["params"] == 2 * psi
     assert snapshot(model).keys() == make_gpt().state_dict().keys()
+
+
+def test_split_units_have_the_bits_of_stage_0_and_bound_what_is_gathered() -> None:
+    recipe = Recipe(steps=4, width=12, accumulate=2, clip=0.5)
+    expected = train(recipe, stage=0)
+    settings = {"stage": 3, "params": "host", "max_unit_bytes": 4000}
+    assert_same_outcome(train(recipe, **settings), expected)
+    model = recipe.model()
+    with engine_for(model, **settings) as (engine, optimizer):
+        sharded: Any = engine._sharded
+        for step in range(3):
+            engine.backward(model(gpt_batch(step)))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert sharded.gatherer.largest_unit_bytes <= 4000
+        assert sharded.gatherer.peak_bytes <= 2 * 4000
+
+
+@pytest.mark.dist
+def test_split_units_at_two_processes() -> None:
+    recipe = Recipe(steps=3, width=12)
+    expected = ranks(2, rank_outcome, recipe, {"stage": 2})
+    found = ranks(2, rank_outcome, recipe, {"stage": 3, "max_unit_bytes": 4000})
+    for one, other in zip(found, expected, strict=True):
+        assert_same_outcome(one, other)
 
 
 class _Counted(dict[int, Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from support.models import BranchMLP, NormMLP, OddMLP, make, make_gpt
 from torch import nn
 
+from zero_plugin.errors import ConfigError
 from zero_plugin.sharding.prefetch import OrderPredictor
 from zero_plugin.sharding.units import UNIT_MARK, can_shard, plan_units
 
@@ -98,8 +100,8 @@ def random_model(generator: random.Random) -> nn.Module:
     return model
 
 
-def check_plan(model: nn.Module, persist_below: int) -> None:
-    plan = plan_units(model, persist_below=persist_below)
+def check_plan(model: nn.Module, persist_below: int, max_bytes: int | None = None) -> None:
+    plan = plan_units(model, persist_below=persist_below, max_bytes=max_bytes)
     found = [parameter for unit in plan.units for _, parameter in unit.parameters]
     assert len({id(p) for p in found}) == len(found)
     wanted = [p for p in model.parameters() if can_shard(p, persist_below)]
@@ -138,7 +140,56 @@ def check_plan(model: nn.Module, persist_below: int) -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_every_parameter_is_in_one_unit_in_registration_order(seed: int) -> None:
     generator = random.Random(seed)
-    check_plan(random_model(generator), generator.choice([0, 0, 4, 10]))
+    model = random_model(generator)
+    persist_below = generator.choice([0, 0, 4, 10])
+    check_plan(model, persist_below)
+    with contextlib.suppress(ConfigError):
+        check_plan(model, persist_below, generator.choice([40, 100, 400]))
+
+
+class Routed(nn.Module):
+    """A block whose experts are in a container, as it is usual."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 2)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+
+
+def test_large_units_are_split_at_children_that_every_rank_runs() -> None:
+    gpt = make_gpt(width=12, layers=2)
+    check_plan(gpt, 0, 4000)
+    plan = plan_units(gpt, persist_below=0, max_bytes=4000)
+    children = ("norm_1", "norm_2", "attention", "up", "down")
+    blocks = [f"blocks.{block}.{child}" for block in range(2) for child in children]
+    assert [unit.name for unit in plan.units] == ["tokens", "places", *blocks, "norm"]
+
+    model = nn.Sequential(Routed(), Routed())
+    expert = 4 * (6 * 6 + 6)
+    check_plan(model, 0, 4 * expert)
+    plan = plan_units(model, persist_below=0, max_bytes=4 * expert)
+    assert [unit.name for unit in plan.units[:3]] == ["0.gate", "0", "0.out"]
+    assert {name for name, _ in plan.units[1].parameters} == {
+        f"0.experts.{number}.{kind}" for number in range(3) for kind in ("weight", "bias")
+    }
+    plan = plan_units(model, persist_below=0, max_bytes=8 * expert)
+    assert [unit.name for unit in plan.units] == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("model", "max_bytes", "named"),
+    [
+        (nn.Sequential(Routed(), Routed()), 400, r"'0' \(Routed\) takes 504 bytes.*experts\.0"),
+        (make_gpt(width=12), 3000, r"'tokens' \(Embedding\) takes 3,216 bytes.*tokens\.weight"),
+        (nn.TransformerEncoderLayer(8, 2, 16), 900, r"TransformerEncoderLayer.*tile_linears"),
+    ],
+)
+def test_a_unit_that_cannot_be_split_is_refused(
+    model: nn.Module, max_bytes: int, named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        plan_units(model, persist_below=0, max_bytes=max_bytes)
 
 
 def test_units_of_known_models() -> None:

@@ -112,6 +112,7 @@ class UnitGatherer:
         shards: where the weights come from.
         depth: how many units are gathered ahead.
         ahead_bytes: most bytes gathered ahead, or None for `depth` times the largest unit.
+        poison: keep the memory of released weights, filled with NaN.
     """
 
     def __init__(
@@ -122,12 +123,14 @@ class UnitGatherer:
         *,
         depth: int,
         ahead_bytes: int | None,
+        poison: bool = False,
     ) -> None:
         self._backend = backend
         self._group = group
         self._shards = shards
         self._depth = depth
         self._ahead_limit = ahead_bytes
+        self._poison = poison
         self._fetch = backend.lane("fetch weights", "device")
         self._collectives = backend.lane("gather weights", "device")
         self._unpack = backend.lane("unpack weights", "device")
@@ -342,7 +345,9 @@ class UnitGatherer:
             ticket.on(self._backend.compute)
         for member in unit.members:
             key = storage_key(member.alias)
-            if not member.empty():
+            if self._poison:
+                member.poison()
+            elif not member.empty():
                 del self.members[key]
                 self.members[storage_key(member.alias)] = (unit, member)
         self._hide(unit)

@@ -98,6 +98,18 @@ class ManagedParameter:
             fresh.untyped_storage().resize_(0)
             return False
 
+    def poison(self) -> None:
+        """Fill the weights with NaN where `empty` would free them: a handle on them that was kept shows it."""
+        with (
+            torch._C.DisableTorchFunctionSubclass(),
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+        ):
+            storage = self.alias.untyped_storage()
+            if storage.nbytes() < self.nbytes:
+                storage.resize_(self.nbytes)
+            self.alias.fill_(float("nan"))
+
     def check_unchanged(self) -> None:
         """Refuse a parameter whose dtype, device or shape is not what the states were laid out for.
 

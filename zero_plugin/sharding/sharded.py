@@ -71,7 +71,10 @@ class ShardedModel:
         self._place = place
         self._limit = config.bucket_size
         self._depth = config.prefetch_units
-        self._plan: ModelPlan = plan_units(model, persist_below=config.persist_below)
+        self._keeps_memory = config.debug_poison
+        self._plan: ModelPlan = plan_units(
+            model, persist_below=config.persist_below, max_bytes=config.unit_limit
+        )
         self.shards = (
             WeightShards(backend, config.params)
             if store is None
@@ -84,6 +87,7 @@ class ShardedModel:
             self.shards,
             depth=config.prefetch_units,
             ahead_bytes=config.prefetch_limit,
+            poison=config.debug_poison,
         )
         """Gathers and releases units."""
         self._hooks = UnitHooks(self.gatherer, before_unpack)
@@ -208,10 +212,12 @@ class ShardedModel:
             )
 
     def is_released(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter's full weights are not here."""
+        """Whether a parameter's full weights take no memory."""
         number = self._number_of.get(id(parameter))
-        is_early = precut_of(parameter) is not None
-        return is_early or (number is not None and self._units[number].is_released)
+        if precut_of(parameter) is not None and not self._attached:
+            return True
+        gone = number is not None and self._units[number].is_released
+        return gone and not self._keeps_memory
 
     def needs(self, blocks: Iterable[Block]) -> WeightNeeds:
         """What the weights take once trainable `blocks` are admitted and everything is released."""
@@ -224,7 +230,8 @@ class ShardedModel:
         inside = sum(m.nbytes for block in trainable for m in block.parameters)
         frozen = -(-max(0, sum(sizes) - inside) // self._place.shards)
         # Two more than what is gathered ahead: the unit in use, and one that holds tied weights or the root's.
-        gathered = sum(sorted(sizes, reverse=True)[: self._depth + 2])
+        most = None if self._keeps_memory else self._depth + 2
+        gathered = sum(sorted(sizes, reverse=True)[:most])
         return WeightNeeds(
             shards=shards + frozen,
             staging=self.gatherer.staging_bytes,
