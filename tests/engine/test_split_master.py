@@ -158,7 +158,7 @@ def branches(settings: dict[str, Any]) -> Outcome:
     with engine_for(model, **settings) as (engine, optimizer):
         for step in range(7):
             layer = model[str((0, 1, 3, 0, 2, 3, 0)[step])]
-            inputs = torch.ones(2, 7, dtype=layer.scale.dtype) * (step + 1)
+            inputs = (torch.ones(2, 7) * (step + 1)).to(next(layer.parameters()).dtype)
             loss = layer(inputs).float().square().mean()
             engine.backward(loss)
             optimizer.step()
@@ -212,6 +212,7 @@ def test_bytes_of_a_step_and_of_the_tiers(tmp_path: Path) -> None:
     with engine_for(model, **settings) as (engine, optimizer):
         sharded: Any = engine._sharded
         chunks = [block.chunk for unit in sharded.units for block in unit.blocks]
+        before, gathers = engine.ledger(), 0
         for step in range(4):
             before = engine.ledger()
             engine.backward(model(gpt_batch(step)))

@@ -187,7 +187,8 @@ def test_every_half_of_every_number_through_a_step(isa):
 def test_any_sizes_at_any_place(*, sizes, offset, case, seed, clip_value, dtype, isa, threads):
     total = sum(sizes)
     master = torch.randn(total, generator=torch.Generator().manual_seed(seed))
-    whole = Problem.create(*case, master, None, sizes or [0])
+    kind, options = case
+    whole = Problem.create(kind, options, master, None, sizes or [0])
     mine = SplitProblem.of(whole)
 
     def moved(tensor: Tensor) -> Tensor:
