@@ -20,6 +20,7 @@ from zero_plugin.sharding.hooks import untraced
 from zero_plugin.sharding.parameters import ManagedParameter
 from zero_plugin.sharding.roster import Roster
 from zero_plugin.sharding.sharded import ShardedModel
+from zero_plugin.stepper import Stepper
 
 T = TypeVar("T")
 
@@ -36,6 +37,7 @@ class FullAccess:
         agreement: knows which gradients exist.
         gradients: the reduced chunks.
         pipeline: gathers chunks.
+        stepper: knows which weights are on their way.
         scaler: the factor on gradients.
         is_first: whether this is rank 0.
     """
@@ -47,21 +49,22 @@ class FullAccess:
     agreement: GradientAgreement
     gradients: GradientShards
     pipeline: StepPipeline
+    stepper: Stepper
     scaler: LossScaler
     is_first: bool
 
     @contextmanager
     def params(self, *, writeback: bool) -> Generator[None]:
         """Inside, every parameter holds its full weights; see `ZeroEngine.full_params`."""
+        self.stepper.wait()
         if self.sharded is None:
             yield
             return
         with ExitStack() as stack:
             written = stack.enter_context(_as_engine(self.sharded.full(writeback=writeback)))
             yield
-        for states in self.states:
-            with untraced(), torch.inference_mode(mode=False), torch.no_grad():
-                states.import_weights(written)
+        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
+            self.stepper.import_weights(written)
         self.roster.note_written(written)
 
     @contextmanager
@@ -121,13 +124,23 @@ class FullAccess:
                 member.parameter.grad = stand_in
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """The model's state dict on the CPU of rank 0, one unit gathered at a time; empty on the others."""
+        """The model's state dict on the CPU of rank 0, one unit gathered at a time; empty on the others.
+
+        The weights after every update, those that are not shown yet included.
+        """
+        self.stepper.wait()
         full: dict[int, Tensor] = {}
         if self.sharded is not None:
             with untraced(), torch.inference_mode(mode=False), torch.no_grad():
                 for unit in self.sharded.gathered_units():
                     for member in unit.members if self.is_first else ():
                         full[id(member.parameter)] = _copy(member.parameter)
+        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
+            for plan, chunk in self.stepper.held_chunks():
+                gathered = self.pipeline.gather_chunk(plan.block, chunk)
+                for position in plan.positions if self.is_first else ():
+                    member = plan.block.parameters[position]
+                    full[id(member.parameter)] = gathered[position].view(member.shape)
         if not self.is_first:
             return {}
         found: dict[str, Any] = model.state_dict(keep_vars=True)

@@ -112,9 +112,7 @@ class Accounts:
             if self._swap is not None:
                 nbytes = self._swap.file_bytes(block, form)
             need[config.optimizer] += max(nbytes, _SMALLEST)
-            need[config.gradients] += max(
-                block.chunk * self._gradients.dtype(block).itemsize, _SMALLEST
-            )
+            need[config.gradients] += self._gradients.set_bytes(block)
         if self._sharded is not None:
             needs = self._sharded.needs(more)
             need[config.params] += needs.shards

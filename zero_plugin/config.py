@@ -147,10 +147,10 @@ class ZeroConfig:
     """Consecutive skipped steps, without a loss scale left to lower, after which the run stops with an error."""
 
     delayed_update: bool = False
-    """ZeRO-Offload's delayed parameter update (not in this version)."""
+    """Apply each update beside the next step's forward and backward, which see weights one update older (ZeRO-Offload)."""
 
     delayed_update_warmup: int = 40
-    """Synchronous steps before the delayed update begins."""
+    """The step whose update is the first to be delayed; those before it are plain."""
 
     trace: str | Path | None = None
     """File that a Chrome trace of every lane is written to when the engine closes."""
@@ -371,10 +371,7 @@ class ZeroConfig:
             )
 
     def _check_unsupported(self) -> None:
-        later = {
-            "speculate": self.speculate,
-            "delayed_update": self.delayed_update,
-        }
+        later = {"speculate": self.speculate}
         for name, wanted in later.items():
             if wanted:
                 cure = (
@@ -458,6 +455,11 @@ class ZeroConfig:
         self._check_below_stage_3()
         self._check_split()
         self._check_nvme()
+        if self.delayed_update and self.optimizer == "device":
+            raise ConfigError(
+                "delayed_update=True has no use with optimizer='device': the update would take turns with the computation it is "
+                "to hide behind; set optimizer='host' or 'nvme', or leave delayed_update out"
+            )
         if self.delayed_update_warmup != 40 and not self.delayed_update:
             raise ConfigError(
                 f"delayed_update_warmup={self.delayed_update_warmup!r} has no effect without delayed_update: leave it out"

@@ -18,13 +18,13 @@ from typing_extensions import Self
 
 from zero_plugin.access import make_plain
 from zero_plugin.budget import Budget
+from zero_plugin.checkpoint.surface import SavesCheckpoints
 from zero_plugin.config import ZeroConfig
 from zero_plugin.errors import (
     EngineStateError,
     NonFiniteGradientError,
     ZeroError,
 )
-from zero_plugin.grads.agreement import Summary
 from zero_plugin.grads.clipping import Clipper
 from zero_plugin.grads.nonfinite import NonFinitePolicy
 from zero_plugin.grads.norm import Clip
@@ -44,9 +44,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from zero_plugin.sharding.sharded import ShardedModel
+    from zero_plugin.stepper import Stepper
 
 
-class ZeroEngine:
+class ZeroEngine(SavesCheckpoints):
     """Trains a model with sharded, offloaded optimizer states.
 
     The model stays unwrapped and its parameters keep their identity; each optimizer object stays the user's own and
@@ -108,8 +109,14 @@ class ZeroEngine:
             self._states = parts.make_states(self.optimizers, self.config, self._resources)
             check_same_setup(self._resources.control, describe(self.config, self.optimizers, model))
             self._accounts = parts.make_accounts(self.config, self._states, self._resources)
+            self._stepper = parts.make_stepper(
+                self.config, self._roster, self._states, self._resources
+            )
             self._access = parts.make_access(
-                self._roster, self._states, self._scaler, self._resources
+                self._roster, self._states, self._scaler, self._stepper, self._resources
+            )
+            self._checkpoints = parts.make_checkpoints(
+                model, self.config, self._roster, self._states, self._stepper, self._nonfinite, self._resources
             )
             self._replicas.equalise()
             self._manage(members)
@@ -281,6 +288,7 @@ class ZeroEngine:
             ParameterError: at stage 3, a parameter was written to without `writeback`.
         """
         self._check_open("full_params")
+        self._checkpoints.wait_until_captured()
         with self._access.params(writeback=writeback):
             yield
 
@@ -313,14 +321,13 @@ class ZeroEngine:
             rank0_only: return `{}` on other ranks.
         """
         self._check_open("optimizer_state_dict")
-        states = self._states[self._number(optimizer)]
+        number = self._number(optimizer)
         with untraced(), torch.inference_mode(mode=False), torch.no_grad():
-            states.import_weights(
-                self._roster.take_foreign_writes(self._number(optimizer), self._resources.control)
-            )
-            return states.state_dict(
+            self._stepper.take_writes(number)
+            return self._states[number].state_dict(
                 self._pipeline.gather_chunk,
                 keep=not rank0_only or self._resources.group.rank == 0,
+                ahead=self._stepper.has_held,
             )
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -332,21 +339,13 @@ class ZeroEngine:
         self._check_open("load_optimizer_state_dict")
         number = self._number(optimizer)
         with untraced(), torch.inference_mode(mode=False), torch.no_grad():
-            written = self._roster.take_foreign_writes(number, self._resources.control)
-            self._states[number].import_weights(written)
+            self._stepper.take_writes(number)
+            self._stepper.forget_held(number)
             if self._sharded is not None and self._states[number].shares_weights:
                 self._sharded.rest()
             self._states[number].load_state_dict(state)
             for ours, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
                 ours.update({key: value for key, value in theirs.items() if key != "params"})
-
-    def loss_scale_state(self) -> dict[str, Any]:
-        """The loss scaler's state, plain values."""
-        return self._scaler.state_dict()
-
-    def load_loss_scale_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the loss scaler."""
-        self._scaler.load_state_dict(state)
 
     @property
     def skipped_steps(self) -> int:
@@ -378,7 +377,9 @@ class ZeroEngine:
         return self._accounts.held(self.model)
 
     def ledger(self) -> dict[str, int]:
-        """Bytes this rank moved since the start, by direction and collective."""
+        """Bytes this rank moved since the start, by direction and collective; waits for the last step's."""
+        if not self._closed:
+            self.wait_for_update()
         return self._resources.ledger.snapshot()
 
     @property
@@ -393,10 +394,48 @@ class ZeroEngine:
         """Whether `close` was called."""
         return self._closed
 
+    def wait_for_update(self) -> None:
+        """Wait until the weights of the last step are written; nothing else changes.
+
+        Whoever reads a parameter waits for it in any case; this is for code that holds another handle on the memory.
+
+        Raises:
+            LaneError: the update failed; the cause is chained.
+        """
+        self._check_open("wait_for_update")
+        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
+            self._stepper.wait()
+
     def drain(self) -> None:
-        """Wait until nothing is in flight; raises the error of an operation that failed."""
+        """Apply a delayed update that is not shown yet, and wait until nothing is in flight; all ranks call it.
+
+        The next step is then like the first delayed one.
+
+        Raises:
+            LaneError: an operation failed; the cause is chained.
+        """
         self._check_open("drain")
+        self._checkpoints.settle()
+        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
+            self._stepper.drain()
         self._resources.backend.drain()
+
+    def delayed_update_state(self) -> list[dict[str, Any]]:
+        """Where the delayed update of each optimizer stands, plain values: to save beside weights and optimizer states."""
+        self._check_open("delayed_update_state")
+        return self._stepper.state_dict()
+
+    def load_delayed_update_state(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from `delayed_update_state`, after weights and optimizer states were loaded.
+
+        Without `delayed_update` here, an update that was not shown yet is applied at once.
+
+        Raises:
+            CheckpointError: it is of other optimizers or another model; nothing is changed then.
+        """
+        self._check_open("load_delayed_update_state")
+        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
+            self._stepper.load_state_dict(state)
 
     def abort_step(self) -> None:
         """Drop the gradients of a broken step and bring the lanes to rest.
@@ -414,10 +453,12 @@ class ZeroEngine:
                 self._sharded.gatherer.reset()
             if self._resources.group.size == 1:
                 self._resources.backend.settle()
+                self._stepper.settle()
             self._gradients.forget_ended()
 
     def keep_states(self) -> KeptStates:
         """The optimizer states, to read after `close`: call it right before."""
+        self._stepper.wait()
         for states in self._states:
             states.keep()
         return KeptStates(
@@ -465,6 +506,8 @@ class ZeroEngine:
             for item in self.optimizers:
                 if getattr(item, "zero_host", None) is self:
                     facade.release(item)
+            stack.callback(self._end_steps)
+            stack.callback(self._end_saves)
         make_plain(weights)
 
     def __enter__(self) -> Self:
@@ -485,6 +528,7 @@ class ZeroEngine:
         if self._activations is not None:
             self._activations.check_seen()
         with untraced(), torch.inference_mode(mode=False), torch.no_grad():
+            self._checkpoints.before_step()
             self._manage(self._roster.newcomers())
             if self._sharded is not None:
                 self._sharded.gatherer.release_all()
@@ -498,8 +542,9 @@ class ZeroEngine:
             self._reducer.spent.add(number)
             if self._nonfinite.passes(summary.norm.nonfinite):
                 scaled = Clip(factor=clip.factor / self._scaler.scale, value=clip.value)
-                self._update(number, summary, scaled)
+                self._stepper.step(number, summary.present.__contains__, scaled)
             else:
+                self._stepper.skip(number)
                 self._nonfinite.skip(self._agreement.name_nonfinite([number]))
 
     def optimizer_zero_grad(self, optimizer: Optimizer, *, set_to_none: bool) -> None:
@@ -527,17 +572,6 @@ class ZeroEngine:
         self._manage(self._roster.newcomers())
 
     # Inside ------------------------------------------------------------------------------------------------------
-
-    def _update(self, number: int, summary: Summary, clip: Clip) -> None:
-        states = self._states[number]
-        states.import_weights(self._roster.take_foreign_writes(number, self._resources.control))
-        plan = states.plan(lambda index: index in summary.present)
-        for ticket in self._pipeline.run(plan, states.blocks, states.rule, clip):
-            ticket.on(self._resources.backend.compute)
-            ticket.wait()
-        self._roster.note_published(
-            item.block.parameters[position] for item in plan.blocks for position in item.positions
-        )
 
     def _learn_order(self) -> None:
         """After the first backward, launch blocks in the order in which rank 0's gradients completed them."""
@@ -581,6 +615,13 @@ class ZeroEngine:
                 self._hooks.attach(member)
             if self._sharded is not None:
                 self._sharded.seal()
+
+    def _end_steps(self) -> None:
+        """The last update comes to its end before what it needs is taken away."""
+        stepper: Stepper | None = getattr(self, "_stepper", None)
+        if stepper is not None:
+            with untraced(), torch.inference_mode(mode=False), torch.no_grad():
+                stepper.close()
 
     def broadcast_buffers(self) -> None:
         """Send rank 0's buffers to all ranks; all ranks call it.

@@ -13,9 +13,12 @@ from zero_plugin.access import FullAccess
 from zero_plugin.accounts import Accounts
 from zero_plugin.activations.offload import ActivationOffload
 from zero_plugin.budget import Budget
+from zero_plugin.checkpoint.checkpoints import Checkpoints
+from zero_plugin.checkpoint.source import Holdings
 from zero_plugin.config import ZeroConfig
 from zero_plugin.grads.agreement import GradientAgreement
 from zero_plugin.grads.buckets import Buckets
+from zero_plugin.grads.nonfinite import NonFinitePolicy
 from zero_plugin.grads.offload import GradientShards
 from zero_plugin.grads.reducer import GradientReducer
 from zero_plugin.grads.scaler import LossScaler
@@ -27,9 +30,11 @@ from zero_plugin.optim.swap import SwappedStates
 from zero_plugin.resources import Resources
 from zero_plugin.sharding.hooks import GradientHooks
 from zero_plugin.sharding.partition import ShardPlace
+from zero_plugin.sharding.pending import PendingWeights
 from zero_plugin.sharding.replicas import Replicas
 from zero_plugin.sharding.roster import Roster
 from zero_plugin.sharding.sharded import ShardedModel
+from zero_plugin.stepper import Stepper
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -53,7 +58,8 @@ class Parts:
         sharded: sharded weights, or None.
         swap: optimizer states on NVMe, or None.
         activations: inputs of checkpoints away from the device, or None.
-        pipeline: runs steps.
+        pipeline: updates blocks and publishes their weights.
+        pending: weights that updates are writing.
     """
 
     place: ShardPlace
@@ -67,6 +73,25 @@ class Parts:
     swap: SwappedStates | None
     activations: ActivationOffload | None
     pipeline: StepPipeline
+    pending: PendingWeights
+
+    def make_stepper(
+        self,
+        config: ZeroConfig,
+        roster: Roster,
+        states: Sequence[OptimizerStates],
+        resources: Resources,
+    ) -> Stepper:
+        """What runs steps."""
+        return Stepper(
+            config,
+            resources.backend,
+            resources.control,
+            roster,
+            states,
+            self.pipeline,
+            self.pending,
+        )
 
     def make_states(
         self, optimizers: Sequence[Optimizer], config: ZeroConfig, resources: Resources
@@ -101,11 +126,41 @@ class Parts:
             self.activations,
         )
 
+    def make_checkpoints(  # noqa: PLR0913, PLR0917 - the parts it looks at
+        self,
+        model: nn.Module,
+        config: ZeroConfig,
+        roster: Roster,
+        states: Sequence[OptimizerStates],
+        stepper: Stepper,
+        nonfinite: NonFinitePolicy,
+        resources: Resources,
+    ) -> Checkpoints:
+        """What saves and loads."""
+        return Checkpoints(
+            holdings=Holdings(
+                model=model,
+                optimizers=[item.optimizer for item in states],
+                roster=roster,
+                states=states,
+                sharded=self.sharded,
+                store=resources.store,
+                rank=resources.group.rank,
+                size=resources.group.size,
+            ),
+            config=config,
+            control=resources.control,
+            backend=resources.backend,
+            nonfinite=nonfinite,
+            delayed=stepper,
+        )
+
     def make_access(
         self,
         roster: Roster,
         states: Sequence[OptimizerStates],
         scaler: LossScaler,
+        stepper: Stepper,
         resources: Resources,
     ) -> FullAccess:
         """What gathers full tensors for user code."""
@@ -117,6 +172,7 @@ class Parts:
             agreement=self.agreement,
             gradients=self.gradients,
             pipeline=self.pipeline,
+            stepper=stepper,
             scaler=scaler,
             is_first=resources.group.rank == 0,
         )
@@ -163,17 +219,20 @@ def assemble(
             config.optimizer,
             buckets,
             sharded=config.shards_optimizer,
+            holds=config.delayed_update,
             weights=sharded.shards if sharded else None,
             swap=swap,
         ),
+        pending=PendingWeights(model, backend),
     )
 
 
 def _gradients(config: ZeroConfig, resources: Resources, budget: Budget) -> GradientShards:
     dtype = DTYPES[config.gradient_dtype] if config.gradient_dtype else None
+    twice = config.delayed_update
     if config.gradients == "nvme" and resources.store is not None:
-        return SwappedGradients(resources.backend, resources.store, dtype, budget)
-    return GradientShards(resources.backend, config.gradients, dtype, budget)
+        return SwappedGradients(resources.backend, resources.store, dtype, budget, doubled=twice)
+    return GradientShards(resources.backend, config.gradients, dtype, budget, doubled=twice)
 
 
 def _sharded(

@@ -485,6 +485,7 @@ def test_weights_go_up_while_the_next_tile_is_updated(backend: str, tmp_path: Pa
         assert engine._resources.trace is not None
         engine._resources.trace.clear()
         optimizer.step()
+        engine.wait_for_update()
         events = engine._resources.trace.events()
         # Two tiles of the largest block, in pages.
         assert engine.memory()["host"]["staging"] == 2 * round_to_pages(round_up(30_000, 16) * 2)

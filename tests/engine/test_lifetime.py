@@ -164,6 +164,11 @@ class Broken(torch.optim.RMSprop):
         return super().step(closure)
 
 
+def _step_to_the_end(engine: ZeroEngine) -> None:
+    engine.step()
+    engine.wait_for_update()
+
+
 @pytest.mark.parametrize("backend", ["inline", "threads", "chaos"])
 def test_a_workers_exception_surfaces_with_its_label(backend: str, monkeypatch: Any) -> None:
     model = TinyMLP()
@@ -174,7 +179,7 @@ def test_a_workers_exception_surfaces_with_its_label(backend: str, monkeypatch: 
         with pytest.raises(
             LaneError, match=r"update block \d+ \(.*ValueError: the update is broken"
         ) as caught:
-            optimizer.step()
+            _step_to_the_end(engine)
         assert isinstance(caught.value.__cause__, ValueError)
         monkeypatch.setattr(Broken, "fail", False)
         # The engine goes on once the broken step is dropped.

@@ -7,10 +7,10 @@ buffers).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zero_plugin.errors import EngineStateError
-from zero_plugin.runtime.backend import Backend
+from zero_plugin.runtime.backend import Backend, Ticket
 from zero_plugin.runtime.buffers import Lease, SlabPool
 from zero_plugin.runtime.memory import round_to_pages
 from zero_plugin.sharding.partition import Block
@@ -60,11 +60,19 @@ class Buckets:
 
     def acquire_gathered(self, holder: str) -> Lease:
         """A slab of [shards, chunk]."""
-        return self._acquire(self._gathered, holder)
+        return self._open(self._gathered, holder).acquire(holder)
 
     def acquire_chunk(self, holder: str) -> Lease:
         """A slab of [chunk], 4 bytes an element."""
-        return self._acquire(self._chunk, holder)
+        return self._open(self._chunk, holder).acquire(holder)
+
+    def next_gathered(self, holder: str) -> tuple[Lease, tuple[Ticket[Any], ...]]:
+        """A slab of [shards, chunk] for lanes only, without waiting; with it, what must end before it is written."""
+        return self._open(self._gathered, holder).acquire_after(holder)
+
+    def next_chunk(self, holder: str) -> tuple[Lease, tuple[Ticket[Any], ...]]:
+        """As `next_gathered`, a slab of [chunk]."""
+        return self._open(self._chunk, holder).acquire_after(holder)
 
     def close(self) -> None:
         """Free the slabs."""
@@ -82,12 +90,12 @@ class Buckets:
         return gathered, max(block.chunk for block in blocks) * 4
 
     @staticmethod
-    def _acquire(pool: SlabPool | None, holder: str) -> Lease:
+    def _open(pool: SlabPool | None, holder: str) -> SlabPool:
         if pool is None:
             raise EngineStateError(
                 f"{holder} asked for a bucket of a closed engine: build a new engine"
             )
-        return pool.acquire(holder)
+        return pool
 
     def _resize(self, pool: SlabPool | None, name: str, nbytes: int) -> SlabPool:
         if pool is not None:

@@ -23,10 +23,23 @@ from zero_plugin.runtime.memory import round_to_pages
 from zero_plugin.runtime.operations import Accumulate, Copy, NormPartials, Zero
 from zero_plugin.sharding.partition import Block
 
+_SMALLEST = 64
+"""Bytes of the smallest allocation."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Shard:
-    """What one block holds."""
+    """What one block holds.
+
+    Attributes:
+        low: chunk in the gradient dtype.
+        wide: chunk in fp32, or None while nothing is added up.
+        in_wide: which of the two holds the sum.
+        contributions: micro-batches in it.
+        ready: ends when the chunk may be read or written.
+        norm: of the chunk, or None.
+        other: the second set of buffers, where a step may still read the first while the next one's gradients arrive.
+    """
 
     low: Tensor
     wide: Tensor | None
@@ -34,6 +47,15 @@ class Shard:
     contributions: int = 0
     ready: Ticket[Any] | None = None
     norm: Ticket[Any] | None = None
+    other: Shard | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its buffers, both sets."""
+        total = self.low.numel() * self.low.element_size()
+        if self.wide is not None and self.wide is not self.low:
+            total += self.wide.numel() * self.wide.element_size()
+        return total + (0 if self.other is None else self.other.nbytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +81,7 @@ class GradientShards:
         tier: where the chunks lie, `device` or `host`.
         gradient_dtype: dtype of a contribution, or None for the parameter's own.
         budget: asked before a buffer is made that only accumulation needs.
+        doubled: whether a step may read its gradients while the next one's arrive (a delayed update): two sets of buffers.
     """
 
     def __init__(
@@ -67,7 +90,10 @@ class GradientShards:
         tier: Tier,
         gradient_dtype: torch.dtype | None,
         budget: Budget,
+        *,
+        doubled: bool = False,
     ) -> None:
+        self._doubled = doubled
         self._budget = budget
         self._backend = backend
         self._tier: Tier = tier
@@ -88,12 +114,7 @@ class GradientShards:
     @property
     def gradient_bytes(self) -> int:
         """Bytes of all chunks, fp32 accumulators included."""
-        total = 0
-        for shard in self._shards.values():
-            total += shard.low.numel() * shard.low.element_size()
-            if shard.wide is not None and shard.wide is not shard.low:
-                total += shard.wide.numel() * shard.wide.element_size()
-        return total
+        return sum(shard.nbytes for shard in self._shards.values())
 
     @property
     def staging_bytes(self) -> int:
@@ -107,11 +128,15 @@ class GradientShards:
     def add_blocks(self, blocks: Sequence[Block]) -> None:
         """Reserve a zeroed chunk for each block."""
         for block in blocks:
-            dtype = self.dtype(block)
-            low = self._allocate(block.chunk, dtype)
-            wide = low if dtype == torch.float32 else None
-            self._shards[block.index] = Shard(low=low, wide=wide, in_wide=wide is not None)
+            shard = self._shards[block.index] = self._make_shard(block)
+            if self._doubled:
+                shard.other = self._make_shard(block)
             self._blocks[block.index] = block
+
+    def set_bytes(self, block: Block) -> int:
+        """Bytes that a block's buffers take before anything is added up."""
+        nbytes = max(block.chunk * self.dtype(block).itemsize, _SMALLEST)
+        return 2 * nbytes if self._doubled else nbytes
 
     def arrive(self, block: Block, *, exact: bool) -> Arrival:
         """Say where the next contribution of a block must be written.
@@ -120,7 +145,7 @@ class GradientShards:
             block: the block.
             exact: the contribution is itself a sum over micro-batches, so it is kept in fp32.
         """
-        shard = self._shards[block.index]
+        shard = self._first_or_next(block)
         dtype = torch.float32 if exact else self.dtype(block)
         if shard.contributions:
             lease = self._staging_pool(dtype).acquire(f"gradient of {block.name}")
@@ -128,6 +153,16 @@ class GradientShards:
         shard.in_wide = dtype == torch.float32
         chunk = self._wide(block, shard) if shard.in_wide else shard.low
         return Arrival(chunk=chunk, lease=None, after=tickets_of(shard.ready))
+
+    def _first_or_next(self, block: Block) -> Shard:
+        """Where the next contribution goes: at a step's first, the set that the last step does not read."""
+        shard = self._shards[block.index]
+        other = shard.other
+        if other is None or shard.contributions:
+            return shard
+        shard.other, other.other = None, shard
+        self._shards[block.index] = other
+        return other
 
     def commit(self, block: Block, arrival: Arrival, written: Ticket[Any], *, last: bool) -> None:
         """Count a contribution whose bytes are on their way.
@@ -163,13 +198,19 @@ class GradientShards:
         return self._current(self._shards[block.index]).dtype
 
     def read_into(
-        self, block: Block, destination: Tensor, *, on_device: bool
+        self,
+        block: Block,
+        destination: Tensor,
+        free: Sequence[Ticket[Any]],
+        *,
+        on_device: bool,
     ) -> tuple[Ticket[Any], ...]:
         """Bring a block's summed gradient into `destination` [chunk], of `current_dtype`.
 
         Args:
             block: the block.
             destination: in the memory that the update runs on.
+            free: what must end before it is written.
             on_device: whether that is the device's.
         """
         chunk, after = self.chunk(block)
@@ -181,7 +222,7 @@ class GradientShards:
                     direction="host_to_device" if on_device else "device_to_host",
                     label=f"fetch gradient of {block.name}",
                 ),
-                after=after,
+                after=(*after, *free),
             ),
         )
 
@@ -213,7 +254,7 @@ class GradientShards:
 
     def wait(self) -> None:
         """Wait for every gradient on its way."""
-        for shard in self._shards.values():
+        for shard in self._every():
             if shard.ready is not None:
                 shard.ready.wait()
 
@@ -226,7 +267,7 @@ class GradientShards:
 
     def forget_ended(self) -> None:
         """Let go of tickets that ended, failed ones included, so that a broken step does not poison the next."""
-        for shard in self._shards.values():
+        for shard in self._every():
             if shard.ready is not None and shard.ready.done:
                 shard.ready = None
             if shard.norm is not None and shard.norm.done:
@@ -289,9 +330,19 @@ class GradientShards:
             shard.in_wide = True
         return wide
 
+    def _every(self) -> list[Shard]:
+        others = [shard.other for shard in self._shards.values() if shard.other is not None]
+        return [*self._shards.values(), *others]
+
+    def _make_shard(self, block: Block) -> Shard:
+        dtype = self.dtype(block)
+        low = self._allocate(block.chunk, dtype)
+        wide = low if dtype == torch.float32 else None
+        return Shard(low=low, wide=wide, in_wide=wide is not None)
+
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         raw = self._backend.allocate(
-            max(numel * dtype.itemsize, 64), "device" if self._tier == "device" else "host"
+            max(numel * dtype.itemsize, _SMALLEST), "device" if self._tier == "device" else "host"
         )
         raw.zero_()
         return raw[: numel * dtype.itemsize].view(dtype)

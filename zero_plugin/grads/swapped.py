@@ -30,11 +30,18 @@ _SLABS = 4
 
 @dataclass(kw_only=True, slots=True)
 class _Files:
-    """One block's file space, and which of it holds the present sum."""
+    """One block's file space, and which of it holds the present sum; with a second set, as `Shard` has."""
 
     low: Extent
     wide: Extent | None = None
     dtype: torch.dtype = torch.float32
+    other: _Files | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of file space, both sets."""
+        own = self.low.padded + (0 if self.wide is None else self.wide.padded)
+        return own + (0 if self.other is None else self.other.nbytes)
 
 
 class SwappedGradients(GradientShards):
@@ -45,6 +52,7 @@ class SwappedGradients(GradientShards):
         store: the files.
         gradient_dtype: dtype of a contribution, or None for the parameter's own.
         budget: asked before slabs are made wider, for accumulation.
+        doubled: whether a step may read its gradients while the next one's arrive.
     """
 
     def __init__(
@@ -53,8 +61,10 @@ class SwappedGradients(GradientShards):
         store: NvmeStore,
         gradient_dtype: torch.dtype | None,
         budget: Budget,
+        *,
+        doubled: bool = False,
     ) -> None:
-        super().__init__(backend, "nvme", gradient_dtype, budget)
+        super().__init__(backend, "nvme", gradient_dtype, budget, doubled=doubled)
         self._store = store
         self._files: dict[int, _Files] = {}
         self._reads = backend.lane("read gradients", "host")
@@ -64,10 +74,7 @@ class SwappedGradients(GradientShards):
     @property
     @override
     def gradient_bytes(self) -> int:
-        return sum(
-            files.low.padded + (0 if files.wide is None else files.wide.padded)
-            for files in self._files.values()
-        )
+        return sum(files.nbytes for files in self._files.values())
 
     def planned(self, blocks: Sequence[Block]) -> int:
         """Bytes of host slabs with these blocks."""
@@ -77,21 +84,39 @@ class SwappedGradients(GradientShards):
     @override
     def add_blocks(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
-            dtype = self.dtype(block)
-            self._files[block.index] = _Files(
-                low=self._store.reserve(block.chunk * dtype.itemsize, f"gradients of {block.name}"),
-                dtype=dtype,
-            )
-            nothing = torch.empty(0, dtype=dtype, device="cpu")
-            self._shards[block.index] = Shard(low=nothing, wide=None, in_wide=False)
+            files = self._files[block.index] = self._make_files(block)
+            shard = self._shards[block.index] = self._make_shard(block)
+            if self._doubled:
+                files.other, shard.other = self._make_files(block), self._make_shard(block)
             self._blocks[block.index] = block
-            self._widest = max(self._widest, dtype.itemsize)
+            self._widest = max(self._widest, self.dtype(block).itemsize)
+
+    @override
+    def _make_shard(self, block: Block) -> Shard:
+        nothing = torch.empty(0, dtype=self.dtype(block), device="cpu")
+        return Shard(low=nothing, wide=None, in_wide=False)
+
+    def _make_files(self, block: Block) -> _Files:
+        dtype = self.dtype(block)
+        nbytes = block.chunk * dtype.itemsize
+        return _Files(low=self._store.reserve(nbytes, f"gradients of {block.name}"), dtype=dtype)
+
+    @override
+    def _first_or_next(self, block: Block) -> Shard:
+        before = self._shards[block.index]
+        shard = super()._first_or_next(block)
+        files = self._files[block.index]
+        if shard is not before and files.other is not None:
+            other, files.other = files.other, None
+            other.other = files
+            self._files[block.index] = other
+        return shard
 
     @override
     def arrive(self, block: Block, *, exact: bool) -> Arrival:
         dtype = torch.float32 if exact else self.dtype(block)
         # Adding up needs fp32 slabs; they are made wider here, where none is held.
-        adds = self._shards[block.index].contributions > 0
+        adds = self._first_or_next(block).contributions > 0
         pool = self._staging_pool(torch.float32 if adds else dtype)
         lease = pool.acquire(f"gradient of {block.name}")
         return Arrival(chunk=lease.tensor(dtype, block.chunk), lease=lease, after=())
@@ -140,10 +165,15 @@ class SwappedGradients(GradientShards):
 
     @override
     def read_into(
-        self, block: Block, destination: Tensor, *, on_device: bool
+        self,
+        block: Block,
+        destination: Tensor,
+        free: Sequence[Ticket[Any]],
+        *,
+        on_device: bool,
     ) -> tuple[Ticket[Any], ...]:
         if not on_device:
-            return (self._read(block, destination),)
+            return (self._read(block, destination, free),)
         lease = self._staging_pool(destination.dtype).acquire(f"gradient of {block.name}")
         here = lease.tensor(destination.dtype, block.chunk)
         uploaded = self._uploads.submit(
@@ -153,7 +183,7 @@ class SwappedGradients(GradientShards):
                 direction="host_to_device",
                 label=f"fetch gradient of {block.name}",
             ),
-            after=(self._read(block, here),),
+            after=(self._read(block, here), *free),
         )
         lease.release(after=uploaded)
         return (uploaded,)
@@ -204,7 +234,9 @@ class SwappedGradients(GradientShards):
             )
         return files.wide
 
-    def _read(self, block: Block, destination: Tensor) -> Ticket[Any]:
+    def _read(
+        self, block: Block, destination: Tensor, after: Sequence[Ticket[Any]] = ()
+    ) -> Ticket[Any]:
         return self._reads.submit(
             Read(
                 store=self._store,
@@ -213,7 +245,7 @@ class SwappedGradients(GradientShards):
                 destination=destination,
                 label=f"read gradient of {block.name}",
             ),
-            after=tickets_of(self._shards[block.index].ready),
+            after=(*after, *tickets_of(self._shards[block.index].ready)),
         )
 
     def _write(self, block: Block, source: Tensor, after: Sequence[Ticket[Any]]) -> Ticket[Any]:

@@ -1,12 +1,16 @@
 """Runs a planned step: gradient in | update | weights out, block after block on lanes.
 
 The low-precision weights of a block are on their way to the device while the next block is updated (ZeRO-Offload,
-ATC'21, Algorithm 2, line 15), through two staging slabs of one block each.
+ATC'21, Algorithm 2, line 15), through two staging slabs of one block each. The whole step is issued at once and the host
+goes on: a slab that is still in use is handed on with the operations that must end first.
+
+A delayed update (`hold`, then `publish` one step later) leaves the new weights beside the states until they are wanted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -35,6 +39,49 @@ _SMALLEST = 64
 """Bytes of a slab for a block without elements."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Updated:
+    """One block's update under way.
+
+    Attributes:
+        plan: the block and its members that are updated.
+        states: its states.
+        output: its new low-precision weights, or None where the master is what is published.
+        lease: of the slab they lie in, or None.
+        ticket: of the update.
+    """
+
+    plan: BlockPlan
+    states: BlockStates
+    output: Tensor | None
+    lease: Lease | None
+    ticket: Ticket[Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Published:
+    """One block's weights on their way.
+
+    Attributes:
+        plan: the block and its members that are written.
+        ticket: when it ends, the members' compute weights are the updated ones.
+    """
+
+    plan: BlockPlan
+    ticket: Ticket[Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """What the blocks of one step share."""
+
+    hyper: Tensor
+    states: Mapping[int, BlockStates]
+    rule: Rule | None
+    clip: Clip
+    hold: bool
+
+
 class StepPipeline:
     """Executes step plans.
 
@@ -45,6 +92,7 @@ class StepPipeline:
         tier: where states lie and the update runs.
         buckets: device buffers.
         sharded: whether optimizer states are sharded.
+        holds: whether updated weights wait for their publication (a delayed update).
         weights: shards of the compute weights, where they are sharded.
         swap: the states, where they lie on NVMe.
     """
@@ -58,6 +106,7 @@ class StepPipeline:
         buckets: Buckets,
         *,
         sharded: bool,
+        holds: bool = False,
         weights: WeightShards | None = None,
         swap: SwappedStates | None = None,
     ) -> None:
@@ -77,13 +126,22 @@ class StepPipeline:
         self._publish = backend.lane("publish", "device")
         self._outputs: SlabPool | None = None
         self._inputs: SlabPool | None = None
+        self._holds = holds
+        self._held: dict[int, Tensor] = {}
+        self._running: dict[int, Ticket[Any]] = {}
 
     def planned(self, blocks: Sequence[Block]) -> int:
         """Bytes of staging in the optimizer's tier with these blocks."""
-        return sum(_SLABS * round_to_pages(size) for size in self._sizes(blocks) if size)
+        held = sum(block.chunk * block.dtype.itemsize for block in blocks if self._keeps(block))
+        return held + sum(_SLABS * round_to_pages(size) for size in self._sizes(blocks) if size)
 
     def add_blocks(self, blocks: Sequence[Block]) -> None:
-        """Reserve staging for the largest block."""
+        """Reserve staging for the largest block, and what holds the updated weights of each."""
+        for block in blocks:
+            if self._keeps(block) and block.index not in self._held:
+                nbytes = block.chunk * block.dtype.itemsize
+                raw = self._backend.allocate(max(nbytes, _SMALLEST), self._tier)
+                self._held[block.index] = raw[:nbytes].view(block.dtype)
         outputs, inputs = self._sizes(blocks)
         if outputs:
             self._outputs = self._reserve(self._outputs, "updated weights", outputs)
@@ -104,6 +162,10 @@ class StepPipeline:
         ]
         return max(outputs, default=0), max(inputs, default=0)
 
+    def _keeps(self, block: Block) -> bool:
+        """Whether a block's updated weights are held in memory of their own."""
+        return self._holds and (self._swap is not None or block.dtype != torch.float32)
+
     def _stages_output(self, block: Block) -> bool:
         """Whether updated weights pass through a slab beside the optimizer's states."""
         if self._swap is None and block.dtype == torch.float32:
@@ -114,25 +176,60 @@ class StepPipeline:
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of staging in the optimizer's tier."""
-        return sum(pool.nbytes for pool in (self._outputs, self._inputs) if pool is not None)
+        """Bytes of staging in the optimizer's tier, held weights included."""
+        held = sum(chunk.numel() * chunk.element_size() for chunk in self._held.values())
+        return held + sum(pool.nbytes for pool in (self._outputs, self._inputs) if pool is not None)
 
     def run(
         self, plan: StepPlan, states: Mapping[int, BlockStates], rule: Rule | None, clip: Clip
-    ) -> list[Ticket[Any]]:
-        """Issue every block's work.
+    ) -> list[Published]:
+        """Issue every block's work; the host waits for none of it."""
+        step = _Step(hyper=plan.hyper, states=states, rule=rule, clip=clip, hold=False)
+        return [self._publish_block(self._run_block(item, step)) for item in self._ordered(plan)]
 
-        Returns:
-            One ticket a block; when it ends, the block's compute weights are the updated ones.
+    def hold(
+        self, plan: StepPlan, states: Mapping[int, BlockStates], rule: Rule | None, clip: Clip
+    ) -> list[Updated]:
+        """Issue every block's update, and leave the compute weights as they are until `publish`."""
+        step = _Step(hyper=plan.hyper, states=states, rule=rule, clip=clip, hold=True)
+        return [self._run_block(item, step) for item in self._ordered(plan)]
+
+    def publish(self, held: Sequence[Updated]) -> list[Published]:
+        """Issue the publication of held weights; the next update of a block comes after it."""
+        return [self._publish_block(item) for item in held]
+
+    def held_output(self, block: Block) -> Tensor | None:
+        """Where a block's updated weights are held; None where the master itself is published."""
+        return self._held.get(block.index)
+
+    def wait(self, *, again: bool = True) -> None:
+        """Wait until states and weights are those of the last step.
+
+        Args:
+            again: raise an error also if somebody has been told of it.
+
+        Raises:
+            LaneError: an operation failed; the others are waited for all the same.
         """
-        blocks = plan.blocks
-        if self._swap is not None:
-            self._swap.begin_step([tile for item in blocks for tile in self._tiles(item)])
-            blocks = tuple(reversed(blocks)) if self._swap.backwards else blocks
-        return [
-            self._run_block(item, plan.hyper, states[item.block.index], rule, clip)
-            for item in blocks
-        ]
+        failed: Ticket[Any] | None = None
+        for ticket in self._running.values():
+            ticket.settle()
+            failure = ticket.failure
+            if failed is None and failure is not None and (again or not failure.observed):
+                failed = ticket
+        self._running.clear()
+        if failed is not None:
+            failed.wait()
+
+    def forget(self) -> None:
+        """Let go of what ended, well or not."""
+        self._running.clear()
+
+    def _ordered(self, plan: StepPlan) -> tuple[BlockPlan, ...]:
+        if self._swap is None:
+            return plan.blocks
+        self._swap.begin_step([tile for item in plan.blocks for tile in self._tiles(item)])
+        return tuple(reversed(plan.blocks)) if self._swap.backwards else plan.blocks
 
     def gather_chunk(self, block: Block, chunk: Tensor) -> list[Tensor]:
         """Full CPU tensors of every member from all ranks' chunks; a collective where states are sharded.
@@ -156,15 +253,15 @@ class StepPipeline:
             if pool is not None:
                 pool.close()
         self._outputs = self._inputs = None
+        self._held.clear()
+        self._running.clear()
 
     # One block ---------------------------------------------------------------------------------------------------
 
-    def _run_block(
-        self, plan: BlockPlan, hyper: Tensor, states: BlockStates, rule: Rule | None, clip: Clip
-    ) -> Ticket[Any]:
+    def _run_block(self, plan: BlockPlan, step: _Step) -> Updated:
         leases: list[Lease] = []
         try:
-            return self._issue_block(plan, hyper, states, rule, clip, leases)
+            return self._issue_block(plan, step, leases)
         except BaseException:
             # What was not issued will not give its slabs back.
             for lease in leases:
@@ -172,24 +269,25 @@ class StepPipeline:
                     lease.release()
             raise
 
-    def _issue_block(
-        self,
-        plan: BlockPlan,
-        hyper: Tensor,
-        states: BlockStates,
-        rule: Rule | None,
-        clip: Clip,
-        leases: list[Lease],
-    ) -> Ticket[Any]:
+    def _issue_block(self, plan: BlockPlan, step: _Step, leases: list[Lease]) -> Updated:
+        states, rule = step.states[plan.block.index], step.rule
         block = plan.block
         gradient, after, input_lease = self._gradient(block)
         if input_lease is not None:
             leases.append(input_lease)
-        output, output_lease = self._output(states)
+        output, output_lease, free = (
+            (self.held_output(block), None, ()) if step.hold else self._output(states)
+        )
         if output_lease is not None:
             leases.append(output_lease)
+        after = (*after, *free)
         if output is not None and self._is_filled(plan, states, output):
-            after = (*after, *self._fill_output(block, output))
+            after = (*after, *self._fill_output(block, output, free))
+        # What still reads the block's states, its last publication included.
+        running = self._running.get(block.index)
+        if running is not None:
+            after = (*after, running)
+        updated = self._backend.mark(f"step of {block.name}")
         if self._swap is not None and rule is not None and output is not None:
             fields = {
                 "positions": plan.positions,
@@ -197,32 +295,32 @@ class StepPipeline:
                 "gradient": gradient,
                 "output": output,
                 "rule": rule,
-                "hyper": hyper,
-                "clip": clip,
+                "hyper": step.hyper,
+                "clip": step.clip,
             }
-            updated = self._backend.mark(f"step of {block.name}")
             for tile in self._tiles(plan):
                 updated = self._swap.update(fields, tile, (*after, updated))
-            return self._hand_over(plan, states, output, output_lease, updated, input_lease)
-        updated = self._updates.submit(
-            Update(
-                updater=BlockUpdate(
-                    states=states,
-                    positions=plan.positions,
-                    gradient=gradient,
-                    output=output,
-                    direct=self._writes_weights(states),
-                    rule=rule,
-                    hyper=hyper,
-                    rows=plan.rows,
-                    clip=clip,
-                    groups=plan.groups,
-                ),
-                label=f"update {block.name}",
-            ),
-            after=(*after, self._backend.mark(f"step of {block.name}")),
-        )
-        return self._hand_over(plan, states, output, output_lease, updated, input_lease)
+        else:
+            updater = BlockUpdate(
+                states=states,
+                positions=plan.positions,
+                gradient=gradient,
+                output=output,
+                direct=self._writes_weights(states),
+                rule=rule,
+                hyper=step.hyper,
+                rows=plan.rows,
+                clip=step.clip,
+                groups=plan.groups,
+            )
+            updated = self._updates.submit(
+                Update(updater=updater, label=f"update {block.name}"), after=(*after, updated)
+            )
+        self._gradients.read_by(block, updated)
+        if input_lease is not None:
+            input_lease.release(after=updated)
+        self._running[block.index] = updated
+        return Updated(plan=plan, states=states, output=output, lease=output_lease, ticket=updated)
 
     def _is_filled(self, plan: BlockPlan, states: BlockStates, output: Tensor) -> bool:
         """Whether the present weights come first: the update reads them, or writes a whole of which only some change."""
@@ -231,11 +329,13 @@ class StepPipeline:
         absent = len(plan.positions) < len(plan.block.parameters)
         return absent and plan.block.unit != RESIDENT and self._weights_tier == "nvme"
 
-    def _fill_output(self, block: Block, output: Tensor) -> tuple[Ticket[Any], ...]:
+    def _fill_output(
+        self, block: Block, output: Tensor, after: Sequence[Ticket[Any]]
+    ) -> tuple[Ticket[Any], ...]:
         return (
             ()
             if self._weights is None
-            else self._weights.fill(block, output, on_device=self._tier == "device")
+            else self._weights.fill(block, output, after, on_device=self._tier == "device")
         )
 
     def _tiles(self, plan: BlockPlan) -> Sequence[Tile]:
@@ -253,25 +353,16 @@ class StepPipeline:
         ]
         return found[::-1] if self._swap.backwards else found
 
-    def _hand_over(
-        self,
-        plan: BlockPlan,
-        states: BlockStates,
-        output: Tensor | None,
-        output_lease: Lease | None,
-        updated: Ticket[Any],
-        input_lease: Lease | None,
-    ) -> Ticket[Any]:
-        """After a block's update: free its gradient and publish its weights."""
-        block = plan.block
-        self._gradients.read_by(block, updated)
-        if input_lease is not None:
-            input_lease.release(after=updated)
+    def _publish_block(self, done: Updated) -> Published:
+        block = done.plan.block
         if block.unit != RESIDENT:
-            return self._publish_shard(plan, states, output, output_lease, updated)
-        if self._gathers:
-            return self._publish_gathered(plan, states, output, output_lease, updated)
-        return self._publish_own(plan, states, output, output_lease, updated)
+            ticket = self._publish_shard(done)
+        elif self._gathers:
+            ticket = self._publish_gathered(done)
+        else:
+            ticket = self._publish_own(done)
+        self._running[block.index] = ticket
+        return Published(plan=done.plan, ticket=ticket)
 
     def _writes_weights(self, states: BlockStates) -> bool:
         """Whether the update writes the low-precision compute weights itself: same tier, one shard."""
@@ -283,47 +374,42 @@ class StepPipeline:
         if self._gradients.tier == self._tier or self._inputs is None:
             chunk, after = self._gradients.chunk(block)
             return chunk, after, None
-        lease = self._inputs.acquire(f"gradient of {block.name}")
+        lease, free = self._inputs.acquire_after(f"gradient of {block.name}")
         here = lease.tensor(self._gradients.current_dtype(block), block.chunk)
         try:
-            fetched = self._gradients.read_into(block, here, on_device=self._tier == "device")
+            fetched = self._gradients.read_into(block, here, free, on_device=self._tier == "device")
         except BaseException:
             lease.release()
             raise
         return here, fetched, lease
 
-    def _output(self, states: BlockStates) -> tuple[Tensor | None, Lease | None]:
-        """A low-precision chunk to write, where the master itself is not what is published."""
+    def _output(
+        self, states: BlockStates
+    ) -> tuple[Tensor | None, Lease | None, tuple[Ticket[Any], ...]]:
+        """A low-precision chunk to write, where the master itself is not what is published; and what must end first."""
         block = states.block
         if self._swap is None and block.dtype == torch.float32:
-            return None, None
+            return None, None, ()
         if self._writes_weights(states):
-            return None, None
+            return None, None, ()
         if states.weights is not None and self._tier == self._weights_tier:
-            return states.weights, None
+            return states.weights, None, ()
         holder = f"weights of {block.name}"
         if self._outputs is not None:
-            lease = self._outputs.acquire(holder)
+            lease, free = self._outputs.acquire_after(holder)
         else:
-            lease = self._buckets.acquire_chunk(holder)
-        return lease.tensor(block.dtype, block.chunk), lease
+            lease, free = self._buckets.next_chunk(holder)
+        return lease.tensor(block.dtype, block.chunk), lease, free
 
-    def _publish_own(
-        self,
-        plan: BlockPlan,
-        states: BlockStates,
-        output: Tensor | None,
-        lease: Lease | None,
-        updated: Ticket[Any],
-    ) -> Ticket[Any]:
+    def _publish_own(self, done: Updated) -> Ticket[Any]:
         """One shard: the updated chunk holds whole parameters."""
-        block = plan.block
-        source = output if output is not None else states.master
+        block, states, updated = done.plan.block, done.states, done.ticket
+        source = done.output if done.output is not None else states.master
         if source is None or self._writes_weights(states):
             return updated
         pairs = [
             (block.parameters[position].alias, block.own_view(source, position))
-            for position in plan.positions
+            for position in done.plan.positions
             if block.parameters[position].numel
         ]
         uploaded = self._upload.submit(
@@ -335,21 +421,14 @@ class StepPipeline:
             ),
             after=(updated,),
         )
-        if lease is not None:
-            lease.release(after=uploaded)
+        if done.lease is not None:
+            done.lease.release(after=uploaded)
         return uploaded
 
-    def _publish_shard(
-        self,
-        plan: BlockPlan,
-        states: BlockStates,
-        output: Tensor | None,
-        lease: Lease | None,
-        updated: Ticket[Any],
-    ) -> Ticket[Any]:
+    def _publish_shard(self, done: Updated) -> Ticket[Any]:
         """Sharded weights: only the own shard is written; the next gather reads it."""
-        block, weights = plan.block, states.weights
-        source = output if output is not None else states.master
+        block, updated, weights = done.plan.block, done.ticket, done.states.weights
+        source = done.output if done.output is not None else done.states.master
         if self._weights is not None and self._weights.tier == "nvme" and source is not None:
             written = self._weights.write(
                 block, source, (updated,), on_device=self._tier == "device"
@@ -357,11 +436,11 @@ class StepPipeline:
         elif self._weights is None or weights is None or source is None or source is weights:
             written = updated
         else:
-            written = self._upload_shard(plan, weights, source, updated)
+            written = self._upload_shard(done.plan, weights, source, updated)
         if self._weights is not None:
             self._weights.written_by(block, written)
-        if lease is not None:
-            lease.release(after=written)
+        if done.lease is not None:
+            done.lease.release(after=written)
         return written
 
     def _upload_shard(
@@ -378,34 +457,29 @@ class StepPipeline:
             after=(updated,),
         )
 
-    def _publish_gathered(
-        self,
-        plan: BlockPlan,
-        states: BlockStates,
-        output: Tensor | None,
-        lease: Lease | None,
-        updated: Ticket[Any],
-    ) -> Ticket[Any]:
+    def _publish_gathered(self, done: Updated) -> Ticket[Any]:
         """Several shards: upload the own chunk, gather all, and rebuild the parameters."""
-        block = plan.block
-        if states.tier == "device" and output is not None and lease is not None:
-            shard, shard_lease, ready = output, lease, updated
+        block, states = done.plan.block, done.states
+        if states.tier == "device" and done.output is not None and done.lease is not None:
+            shard, shard_lease, ready = done.output, done.lease, done.ticket
         else:
-            shard_lease = self._buckets.acquire_chunk(f"weights of {block.name}")
+            shard_lease, free = self._buckets.next_chunk(f"weights of {block.name}")
             shard = shard_lease.tensor(block.dtype, block.chunk)
-            ready = self._upload.submit(self._upload_copy(states, output, shard), after=(updated,))
-            if lease is not None:
-                lease.release(after=ready)
-        gathered_lease = self._buckets.acquire_gathered(f"weights of {block.name}")
+            ready = self._upload.submit(
+                self._upload_copy(states, done.output, shard), after=(done.ticket, *free)
+            )
+            if done.lease is not None:
+                done.lease.release(after=ready)
+        gathered_lease, free = self._buckets.next_gathered(f"weights of {block.name}")
         shards = block.layout.shards
         gathered = gathered_lease.tensor(block.dtype, shards * block.chunk).view(shards, -1)
         arrived = self._collectives.submit(
-            self._all_gather(block, shard, gathered, "weights"), after=(ready,)
+            self._all_gather(block, shard, gathered, "weights"), after=(ready, *free)
         )
         shard_lease.release(after=arrived)
         pairs = [
             pair
-            for position in plan.positions
+            for position in done.plan.positions
             for pair in unpack_pairs(block, gathered, position, block.parameters[position].alias)
         ]
         published = self._publish.submit(

@@ -65,6 +65,8 @@ def plan_step(
         rule: the compiled rule, None for a foreign optimizer.
     """
     rows: dict[tuple[int, int], int] = {}
+    # As they are now: a scheduler may change a group before the update has run.
+    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     table: list[tuple[float, ...]] = []
     planned: list[BlockPlan] = []
     for block in blocks:
@@ -88,7 +90,7 @@ def plan_step(
                 block=block,
                 positions=positions,
                 rows=np.asarray(numbers, dtype=np.int64),
-                groups=tuple(groups[group_of[index]] for index in members),
+                groups=tuple(options[group_of[index]] for index in members),
             )
         )
     hyper = (

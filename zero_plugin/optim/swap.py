@@ -340,7 +340,8 @@ class SwappedStates:
         if not tiles:
             return
         owner = tiles[0].block.optimizer
-        self._backwards = not self._turned.get(owner, True)
+        # Without a cache the blocks go in the order in which the next forward waits for them.
+        self._backwards = self._cache_bytes > 0 and not self._turned.get(owner, True)
         self._turned[owner] = self._backwards
         self._left = len(tiles)
         share = self._share_of(owner)
@@ -406,10 +407,10 @@ class SwappedStates:
     # Inside ------------------------------------------------------------------------------------------------------
 
     def _fetch(self, tile: Tile) -> _Here:
-        lease = self._slabs().acquire(f"states of {tile.block.name}")
+        lease, after = self._slabs().acquire_after(f"states of {tile.block.name}")
         try:
             region = lease.tensor(torch.uint8, tile.nbytes)
-            return _Here(lease=lease, region=region, ready=self._read(tile, region))
+            return _Here(lease=lease, region=region, ready=self._read(tile, region, after))
         except BaseException:
             lease.release()
             raise
@@ -421,7 +422,7 @@ class SwappedStates:
         del self._cached[tile]
         here.lease.release(after=written)
 
-    def _read(self, tile: Tile, region: Tensor) -> Ticket[Any]:
+    def _read(self, tile: Tile, region: Tensor, after: tuple[Ticket[Any], ...] = ()) -> Ticket[Any]:
         written = self._written.get(tile)
         # The next step begins with the tiles that the last one wrote last: on another lane, perhaps still on their way.
         return self._reads.submit(
@@ -432,7 +433,7 @@ class SwappedStates:
                 destination=region,
                 label=f"read states of {tile.block.name} from {tile.start}",
             ),
-            after=() if written is None else (written,),
+            after=after if written is None else (*after, written),
         )
 
     def _write(self, tile: Tile, region: Tensor, after: Ticket[Any] | None = None) -> Ticket[Any]:

@@ -172,6 +172,21 @@ class Lease:
             buffer, self._buffer = self._buffer, None
             return buffer
 
+    @property
+    def last_sequence(self) -> int:
+        """Place in program order of the last operation that the slab waits for; -1 for none."""
+        return max((ticket.sequence for ticket in self.pending()), default=-1)
+
+    def pass_on(self) -> tuple[Tensor, tuple[Ticket[Any], ...]] | None:
+        """The slab and the operations that still use it, when the holder has let go of it; once."""
+        with self._lock:
+            if self._refresh() is not LeaseState.RETURNING or self._buffer is None:
+                return None
+            buffer, self._buffer = self._buffer, None
+            tickets, self._tickets = tuple(self._tickets), []
+            self._move(LeaseState.RELEASED)
+            return buffer, tickets
+
     def revoke(self) -> None:
         """Takes the slab away whatever the state; the pool is closing."""
         with self._lock:
@@ -262,6 +277,33 @@ class SlabPool:
                 ):
                     raise BudgetError(self._exhausted(holder))
             self._wait_for_one(returning)
+
+    def acquire_after(self, holder: str) -> tuple[Lease, tuple[Ticket[Any], ...]]:
+        """A slab for `holder` without waiting, and what must have ended before it is written to.
+
+        Where no slab is free, the released one that is the first to come free in program order is handed on with the
+        operations that still use it. For slabs that only lanes write to.
+
+        Raises:
+            BudgetError: Every slab is held and none of them has been released.
+            LeaseError: The pool is closed.
+        """
+        while True:
+            self.collect()
+            with self._lock:
+                returning = [lease for lease in self._leases if lease.state is LeaseState.RETURNING]
+                if self._closed or self._free or not returning:
+                    break
+                oldest = min(returning, key=lambda lease: lease.last_sequence)
+                found = oldest.pass_on()
+                if found is None:
+                    continue  # It has come back meanwhile.
+                buffer, tickets = found
+                self._leases.remove(oldest)
+                lease = Lease(holder=holder, pool=self, buffer=buffer)
+                self._leases.append(lease)
+                return lease, tickets
+        return self.acquire(holder), ()
 
     def collect(self) -> None:
         """Takes back the slabs of released leases whose operations have ended."""

@@ -233,7 +233,7 @@ class WaitHooks:
         wait: Callable[[Sequence[Tensor]], None],
         wait_all: Callable[[], None],
     ) -> None:
-        self._model = model
+        self.model = model
         self._holders: dict[int, list[nn.Module]] = {}
         self._armed: dict[int, nn.Module] = {}
         self._key: Any = f"zero_plugin.wait.{id(self)}"
@@ -244,10 +244,10 @@ class WaitHooks:
             if hooks is None:
                 return
             hooks.disarm(entered)
-            if entered is hooks._model and not torch.is_grad_enabled():
+            if entered is hooks.model and not torch.is_grad_enabled():
                 wait_all()
             else:
-                wait([item for item in entered._parameters.values() if item is not None])
+                wait(list(entered.parameters(recurse=False)))
 
         self._hook = _ModuleHook(_not_compiled(before))
 
@@ -255,7 +255,7 @@ class WaitHooks:
         """Hook the modules that hold these parameters, and the model."""
         if any(id(item) not in self._holders for item in parameters):
             self._find_holders()
-        self._put(self._model)
+        self._put(self.model)
         for item in parameters:
             for module in self._holders.get(id(item), ()):
                 self._put(module)
@@ -264,19 +264,22 @@ class WaitHooks:
         """Take the hook off one module, or off all."""
         for item in [module] if module is not None else list(self._armed.values()):
             self._armed.pop(id(item), None)
-            item._forward_pre_hooks.pop(self._key, None)
+            _forward_hooks_of(item).pop(self._key, None)
 
     def _put(self, module: nn.Module) -> None:
         if id(module) not in self._armed:
             self._armed[id(module)] = module
-            module._forward_pre_hooks[self._key] = self._hook
+            _forward_hooks_of(module)[self._key] = self._hook
 
     def _find_holders(self) -> None:
         self._holders = {}
-        for module in self._model.modules():
-            for item in module._parameters.values():
-                if item is not None:
-                    self._holders.setdefault(id(item), []).append(module)
+        for module in self.model.modules():
+            for item in module.parameters(recurse=False):
+                self._holders.setdefault(id(item), []).append(module)
+
+
+def _forward_hooks_of(module: Any) -> dict[Any, Any]:
+    return module._forward_pre_hooks  # noqa: SLF001 - to register and remove them takes torch ten times as long
 
 
 class UnitKeeper(Protocol):

@@ -132,7 +132,12 @@ class SwappedWeights(WeightShards):
 
     @override
     def fill(
-        self, block: Block, chunk: Tensor, *, on_device: bool = False
+        self,
+        block: Block,
+        chunk: Tensor,
+        free: Sequence[Ticket[Any]] = (),
+        *,
+        on_device: bool = False,
     ) -> tuple[Ticket[Any], ...]:
         if on_device:
             shard = self.fetch(block)
@@ -143,7 +148,7 @@ class SwappedWeights(WeightShards):
                     direction="host_to_device",
                     label=f"upload weights of {block.name}",
                 ),
-                after=shard.after,
+                after=(*shard.after, *free),
             )
             shard.release(after=uploaded)
             return (uploaded,)
@@ -156,7 +161,7 @@ class SwappedWeights(WeightShards):
                     destination=chunk,
                     label=f"read weights of {block.name}",
                 ),
-                after=self.ready(block),
+                after=(*free, *self.ready(block)),
             ),
         )
 
@@ -171,7 +176,7 @@ class SwappedWeights(WeightShards):
     ) -> Ticket[Any]:
         lease = None
         if on_device:
-            lease = self._slabs().acquire(f"updated weights of {block.name}")
+            lease, free = self._slabs().acquire_after(f"updated weights of {block.name}")
             here = lease.tensor(block.dtype, block.chunk)
             copy = Copy(
                 destinations=(here,),
@@ -179,7 +184,7 @@ class SwappedWeights(WeightShards):
                 direction="device_to_host",
                 label=f"save weights of {block.name}",
             )
-            chunk, after = here, (self._uploads.submit(copy, after=after),)
+            chunk, after = here, (self._uploads.submit(copy, after=(*after, *free)),)
         written = self._writes.submit(
             Write(
                 store=self._store,

@@ -155,9 +155,14 @@ class WeightShards:
         return self.chunk(block)
 
     def fill(
-        self, block: Block, chunk: Tensor, *, on_device: bool = False
+        self,
+        block: Block,
+        chunk: Tensor,
+        free: Sequence[Ticket[Any]] = (),
+        *,
+        on_device: bool = False,
     ) -> tuple[Ticket[Any], ...]:
-        """Bring a block's present weights into `chunk`, on the device or in host memory.
+        """Bring a block's present weights into `chunk`, on the device or in host memory, once `free` has ended.
 
         Nothing is done where they lie in the memory that `chunk` is of.
         """
@@ -170,7 +175,7 @@ class WeightShards:
             label=f"fetch weights of {block.name}",
         )
         lane = self._backend.lane("fetch weights for the update", "device")
-        return (lane.submit(copy, after=self.ready(block)),)
+        return (lane.submit(copy, after=(*free, *self.ready(block))),)
 
     def replace(self, block: Block, chunk: Tensor) -> None:
         """Replace a block's weights on the host's thread; no full weights of it may be here.
