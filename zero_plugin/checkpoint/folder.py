@@ -123,7 +123,11 @@ def find(directory: str | Path) -> tuple[Path, dict[str, Any]]:
     try:
         raw = file.read_bytes()
     except OSError as error:
-        inside = sorted(item.name for item in path.iterdir() if (item / INDEX).exists())
+        inside = sorted(
+            item.name
+            for item in path.iterdir()
+            if not item.name.startswith(".") and (item / INDEX).exists()
+        )
         hint = f": it holds the checkpoints {', '.join(inside[:8])}" if inside else ""
         raise CheckpointError(
             f"{file} cannot be read ({error.strerror}), so {path} is not a checkpoint of zero-plugin{hint}"

@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from zero_plugin.checkpoint.shardfile import (
     read_header,
     write_file,
 )
+from zero_plugin.errors import CheckpointError
 from zero_plugin.sharding.control import Control
 
 SNAPSHOT_BYTES = 256 << 20
@@ -59,11 +61,17 @@ class _Copies:
 
     def pieces(self) -> Iterator[Tensor]:
         """The copies in order; raises what copying raised."""
-        while (item := self._line.get()) is not None:
+        while (item := self._next()) is not None:
             if isinstance(item, BaseException):
                 raise item
             yield item
         self._thread.join()
+
+    def _next(self) -> Tensor | BaseException | None:
+        while not self._ended.is_set():
+            with suppress(queue.Empty):
+                return self._line.get(timeout=0.1)
+        return CheckpointError("the save was dropped")
 
     def _copy(self) -> None:
         end: BaseException | None = None
@@ -122,7 +130,6 @@ class Save:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._ended = threading.Event()
-        self._cancelled = False
         self.captured = threading.Event()
         """Set when nothing of the states is read any more."""
 
@@ -179,7 +186,6 @@ class Save:
     def abandon(self) -> None:
         """Drop the save; what was there before is there still."""
         self._ended.set()
-        self._cancelled = True
         if self._thread is not None:
             self._thread.join()
         self.discard()
