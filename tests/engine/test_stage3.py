@@ -238,7 +238,7 @@ def test_memory_says_where_the_weights_are() -> None:
 def test_split_units_have_the_bits_of_stage_0_and_bound_what_is_gathered() -> None:
     recipe = Recipe(steps=4, width=12, accumulate=2, clip=0.5)
     expected = train(recipe, stage=0)
-    settings = {"stage": 3, "params": "host", "max_unit_bytes": 4000}
+    settings: dict[str, Any] = {"stage": 3, "params": "host", "max_unit_bytes": 4000}
     assert_same_outcome(train(recipe, **settings), expected)
     model = recipe.model()
     with engine_for(model, **settings) as (engine, optimizer):
@@ -278,7 +278,8 @@ class _Uncounted(list[Any]):
 
 
 def test_what_a_unit_costs_does_not_depend_on_how_many_there_are() -> None:
-    looked_at = []
+    looked_at: list[int] = []
+    here = _Counted()
     for layers in (4, 12):
         model = make_gpt(width=12, layers=layers)
         with engine_for(model, adamw(model.parameters()), stage=3) as (engine, optimizer):
@@ -286,14 +287,14 @@ def test_what_a_unit_costs_does_not_depend_on_how_many_there_are() -> None:
             gatherer = sharded.gatherer
             for step in range(5):
                 if step == 3:
-                    gatherer._here = _Counted(gatherer._here)
+                    here = gatherer._here._units = _Counted(gatherer._here._units)
                     gatherer.units = _Uncounted(gatherer.units)
                 engine.backward(model(gpt_batch(step)))
                 optimizer.step()
                 optimizer.zero_grad()
                 with torch.no_grad():
                     model(gpt_batch(step))
-            looked_at.append(gatherer._here.looked_at)
+            looked_at.append(here.looked_at)
             gatherer.units = list.copy(gatherer.units)
     small, large = looked_at
     assert 0 < large < 3 * small

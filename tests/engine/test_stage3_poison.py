@@ -20,7 +20,7 @@ from support.training import (
 from zero_plugin.config import ZeroConfig
 from zero_plugin.errors import ParameterError
 
-POISON = {"stage": 3, "params": "host", "debug_poison": True}
+POISON: dict[str, Any] = {"stage": 3, "params": "host", "debug_poison": True}
 
 
 @pytest.mark.parametrize("backend", ["inline", "threads", "chaos"])

@@ -69,7 +69,7 @@ def random_model(generator: random.Random) -> nn.Module:
     def layer(depth: int) -> nn.Module:
         kind = generator.randrange(8)
         if depth and kind < 3:
-            container = [nn.ModuleList, nn.Sequential][generator.randrange(2)]
+            container: Any = [nn.ModuleList, nn.Sequential][generator.randrange(2)]
             parts = [layer(depth - 1) for _ in range(generator.randrange(4))]
             return container(parts) if container is nn.ModuleList else container(*parts)
         if depth and kind == 3:

@@ -103,6 +103,44 @@ class Unit:
         return sum(member.nbytes for member in self.members)
 
 
+class UnitsHere:
+    """The units that are here or coming: a few, of the hundreds that a model may have."""
+
+    def __init__(self) -> None:
+        self._units: dict[int, Unit] = {}
+        self.nbytes = 0
+        """Bytes of their full weights."""
+        self.peak_bytes = 0
+        """The most there were since `start`."""
+        self.largest_bytes = 0
+        """Bytes of the model's largest unit."""
+
+    def start(self, units: Sequence[Unit]) -> None:
+        """Begin anew with all units of the model."""
+        self._units = {unit.index: unit for unit in units if not unit.is_released}
+        self.nbytes = self.peak_bytes = sum(unit.nbytes for unit in self._units.values())
+        self.largest_bytes = max((unit.nbytes for unit in units), default=0)
+
+    def units(self) -> list[Unit]:
+        """The units; they may go while the list is gone through."""
+        return list(self._units.values())
+
+    def add(self, unit: Unit) -> None:
+        """A unit is coming."""
+        self._units[unit.index] = unit
+        self.nbytes += unit.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.nbytes)
+
+    def drop(self, unit: Unit) -> None:
+        """A unit was released."""
+        del self._units[unit.index]
+        self.nbytes -= unit.nbytes
+
+    def forget_peak(self) -> None:
+        """Measure the peak from now on."""
+        self.peak_bytes = self.nbytes
+
+
 class UnitGatherer:
     """Gathers and releases units.
 
@@ -141,7 +179,7 @@ class UnitGatherer:
         self._clock = 0.0
         self._calls: list[Call] = []
         self._guard = guard_of(self)
-        self._here: dict[int, Unit] = {}
+        self._here = UnitsHere()
         self._unit_of: dict[int, Unit] = {}
         self._name_of: dict[int, str] = {}
         self._closed = False
@@ -151,14 +189,8 @@ class UnitGatherer:
         """All units."""
         self.members: dict[int, tuple[Unit, ManagedParameter]] = {}
         """By the identity of a parameter's storage."""
-        self.gathered_bytes = 0
-        """Bytes of full weights that are here or coming."""
-        self.peak_bytes = 0
-        """The most there were."""
         self.missed = 0
         """Gathers that were not foreseen."""
-        self.largest_unit_bytes = 0
-        """Bytes of the largest unit."""
 
     # Units -------------------------------------------------------------------------------------------------------
 
@@ -168,10 +200,12 @@ class UnitGatherer:
         self._unit_of = {id(m.parameter): unit for unit in units for m in unit.members}
         self._name_of = {id(m.parameter): m.name for unit in units for m in unit.members}
         self.members = {storage_key(m.alias): (unit, m) for unit in units for m in unit.members}
-        self._here = {unit.index: unit for unit in units if not unit.is_released}
-        self.gathered_bytes = sum(unit.nbytes for unit in self._here.values())
-        self.largest_unit_bytes = max((unit.nbytes for unit in units), default=0)
+        self._here.start(units)
         self._reserve([block for unit in units for block in unit.blocks])
+
+    def forget_peak(self) -> None:
+        """Measure `peak_bytes` from now on."""
+        self._here.forget_peak()
 
     def planned(self, units: Iterable[Unit]) -> int:
         """Device bytes of staging with these units."""
@@ -184,6 +218,21 @@ class UnitGatherer:
     def staging_bytes(self) -> int:
         """Device bytes of staging."""
         return sum(pool.nbytes for pool in (self._chunks, self._gathered) if pool is not None)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of full weights that are here or coming."""
+        return self._here.nbytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most there were since the units were last set."""
+        return self._here.peak_bytes
+
+    @property
+    def largest_unit_bytes(self) -> int:
+        """Bytes of the largest unit."""
+        return self._here.largest_bytes
 
     @property
     def is_computing(self) -> bool:
@@ -265,7 +314,7 @@ class UnitGatherer:
 
     def passed(self, call: Call, needed: Unit | None = None) -> None:
         """A backward runs a node that was made in `call`: release the units of younger calls, but not `needed`."""
-        for other in self._present():
+        for other in self._here.units():
             passed = other.anchor > call.end and not other.foreseen
             if passed and other is not needed and not other.holds:
                 self.release(other)
@@ -351,15 +400,14 @@ class UnitGatherer:
                 del self.members[key]
                 self.members[storage_key(member.alias)] = (unit, member)
         self._hide(unit)
-        self._here.pop(unit.index, None)
+        self._here.drop(unit)
         unit.tickets = ()
         unit.is_here = False
         unit.foreseen = False
-        self.gathered_bytes -= unit.nbytes
 
     def release_all(self) -> None:
         """Release every unit nobody holds."""
-        for unit in self._present():
+        for unit in self._here.units():
             if unit.holds == 0:
                 self.release(unit)
         self._shards.forget_ahead()
@@ -416,10 +464,10 @@ class UnitGatherer:
         limit = self._ahead_limit
         if limit is None:
             limit = self._depth * self.largest_unit_bytes
-        for unit in self._present():
+        for unit in self._here.units():
             if unit.foreseen and unit not in soon:
                 self.release(unit)
-        ahead = sum(unit.nbytes for unit in self._here.values() if unit.foreseen)
+        ahead = sum(unit.nbytes for unit in self._here.units() if unit.foreseen)
         for unit in soon:
             if unit.is_released and ahead + unit.nbytes <= limit:
                 self._gather(unit)
@@ -447,13 +495,13 @@ class UnitGatherer:
 
     def _release_nested(self, task: int) -> None:
         """Units that an inner backward (of a reentrant checkpoint) needed: it has ended, since `task` runs again."""
-        for unit in self._present():
+        for unit in self._here.units():
             if unit.task > task and not unit.holds and not unit.foreseen:
                 self.release(unit)
 
     def _release_kept(self, wanted: Sequence[Unit]) -> None:
         """Units that stayed on a wrong guess, or were borrowed: another one is needed now."""
-        for unit in self._present():
+        for unit in self._here.units():
             if not (unit.holds or unit.foreseen or unit in wanted):
                 self.release(unit)
 
@@ -467,14 +515,8 @@ class UnitGatherer:
         for member in unit.members:
             member.parameter.__class__ = self._guard
 
-    def _present(self) -> list[Unit]:
-        """The units that are here or coming; a model may have hundreds, of which these are a few."""
-        return list(self._here.values())
-
     def _gather(self, unit: Unit) -> None:
-        self._here[unit.index] = unit
-        self.gathered_bytes += unit.nbytes
-        self.peak_bytes = max(self.peak_bytes, self.gathered_bytes)
+        self._here.add(unit)
         for member in unit.members:
             member.alias.untyped_storage().resize_(member.nbytes)
         start = self._backend.mark(f"gather {unit.name}")

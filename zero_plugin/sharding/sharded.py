@@ -145,7 +145,7 @@ class ShardedModel:
         self.gatherer.release_all()
         if not self._attached:
             self._attached = True
-            self.gatherer.peak_bytes = 0
+            self.gatherer.forget_peak()
             for module, numbers in self._plan.uses:
                 self._hooks.attach(module, [self._units[number] for number in numbers])
 
