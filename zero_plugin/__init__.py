@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from zero_plugin.errors import ZeroError
     from zero_plugin.integrations.building import init_context
     from zero_plugin.optim.lion import Lion
+    from zero_plugin.planner.plan import plan
     from zero_plugin.tiling.convert import tile_linears
     from zero_plugin.tiling.loss import tiled_cross_entropy
 
@@ -30,6 +31,7 @@ __all__ = [
     "__version__",
     "errors",
     "init_context",
+    "plan",
     "register",
     "tile_linears",
     "tiled_cross_entropy",
@@ -43,6 +45,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "ZeroError": ("zero_plugin.errors", "ZeroError"),
     "errors": ("zero_plugin.errors", None),
     "init_context": ("zero_plugin.integrations.building", "init_context"),
+    "plan": ("zero_plugin.planner.plan", "plan"),
     "register": ("zero_plugin._autoload", "register"),
     "tile_linears": ("zero_plugin.tiling.convert", "tile_linears"),
     "tiled_cross_entropy": ("zero_plugin.tiling.loss", "tiled_cross_entropy"),

@@ -12,7 +12,7 @@ import zero_plugin
 
 PUBLIC = [
     *("Lion", "ZeroConfig", "ZeroEngine", "ZeroError", "__version__", "errors"),
-    *("init_context", "register", "tile_linears", "tiled_cross_entropy"),
+    *("init_context", "plan", "register", "tile_linears", "tiled_cross_entropy"),
 ]
 
 CONFIG_FIELDS = [

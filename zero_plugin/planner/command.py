@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zero_plugin.errors import ConfigError
 from zero_plugin.machine.hardware import shipped
 
 _PINNED = ("stage", "params", "optimizer", "gradients", "activations", "prefetch_units")
@@ -56,7 +55,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
         seq=2048 if arguments.seq is None else arguments.seq,
         accumulate=arguments.accumulate,
         dtype=arguments.dtype,
-        optimizer=_known_name(arguments.optim),
+        rule=arguments.optim,
         hardware=arguments.hardware,
         world=arguments.world,
         gpu=arguments.gpu,
@@ -74,9 +73,3 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     if arguments.draw:
         show.draw(found, Path(arguments.draw))
     return 0 if found.fits else 1
-
-
-def _known_name(name: str) -> str:
-    if not name:
-        raise ConfigError("--optim is empty: give adam, adamw, adagrad, lion or sgd")
-    return name

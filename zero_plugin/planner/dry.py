@@ -179,7 +179,7 @@ def optimizer_for(model: nn.Module, optimizer: str | Optimizer) -> Optimizer:
     if not isinstance(optimizer, str):
         return optimizer
     if optimizer not in OPTIMIZERS:
-        raise ConfigError(f"optimizer={optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
+        raise ConfigError(f"rule={optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise ConfigError(
@@ -216,6 +216,11 @@ class DryModel:
     def parameters(self) -> int:
         """Elements of all parameters, tied ones once."""
         return sum(p.numel() for p in self.model.parameters())
+
+    @property
+    def tensors(self) -> int:
+        """Number of parameters."""
+        return sum(1 for _ in self.model.parameters())
 
     @property
     def trainable(self) -> int:

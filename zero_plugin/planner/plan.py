@@ -89,7 +89,7 @@ def plan(  # noqa: PLR0913 - what a plan depends on, by name
     seq: int | None = None,
     accumulate: int = 1,
     inputs: Any = None,
-    optimizer: str | Optimizer = "adamw",
+    rule: str | Optimizer = "adamw",
     dtype: str | torch.dtype | None = None,
     hardware: Hardware | str | Path | None = None,
     world: int | None = None,
@@ -112,7 +112,7 @@ def plan(  # noqa: PLR0913 - what a plan depends on, by name
         accumulate: micro-batches of a step.
         inputs: arguments of the module's forward (a tuple, a mapping, or one tensor), from which operations and activations of
             any module are found; without, those of a transformer are computed and other modules' are not known.
-        optimizer: "adam", "adamw", "adagrad", "lion", "sgd", or a torch optimizer.
+        rule: of the update: "adam", "adamw", "adagrad", "lion", "sgd", or the torch optimizer itself.
         dtype: of the compute weights; None: a module's own, and bf16 for a config.
         hardware: a `Hardware`, a file, or the name of a machine that comes with the package; None: this machine, measured by
             `zero-plugin bench` or looked at.
@@ -123,7 +123,7 @@ def plan(  # noqa: PLR0913 - what a plan depends on, by name
         nvme_size: bytes there, in place of the free space.
         delayed_update: whether an update may be one step late.
         alternatives: how many next-best placements to name.
-        **pinned: `ZeroConfig` fields that are fixed (`stage=2`), and `checkpointing=True` or `False`.
+        **pinned: `ZeroConfig` fields that are fixed (`stage=2`, `optimizer="host"`), and `checkpointing=True` or `False`.
 
     Raises:
         ConfigError: something given is unknown, negative, or contradicts something else.
@@ -131,7 +131,7 @@ def plan(  # noqa: PLR0913 - what a plan depends on, by name
     source = _source(model, dtype)
     machine = _machine(hardware, world, gpu, host, nvme, nvme_size)
     rank_batch = Batch(batch=batch, sequence=seq, accumulate=accumulate)
-    dry = DryModel(source.model, optimizer)
+    dry = DryModel(source.model, rule)
     task = _task(dry, source, machine, rank_batch, inputs, nvme, pinned, delayed=delayed_update)
     return _choose(task, source, rank_batch, alternatives)
 

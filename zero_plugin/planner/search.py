@@ -23,8 +23,8 @@ _LOSS_TILES = (1, 8)
 _COARSE = 12
 """Units that placements are compared with; what is chosen is simulated with its own number."""
 
-_TRIED = 16
-"""How many placements of states the engine's parts are asked about before the search gives up."""
+_ASKED = 12_000
+"""Tensors that the engine's parts lay out before a search that finds nothing gives up; small models are tried in full."""
 
 _CONTEXT_BYTES = 600_000_000
 """What a device's own runtime takes."""
@@ -242,6 +242,7 @@ class Search:
         """The `count` cheapest different placements that fit, cheapest first; fewer where there are no more."""
         found: list[Candidate] = []
         seen: set[Choice] = set()
+        most = max(16, _ASKED // max(1, self._task.model.tensors))
         for choice in self._ordered():
             # Alternatives differ in more than how far ahead they gather.
             plain = replace(choice, prefetch=1)
@@ -251,7 +252,7 @@ class Search:
             if candidate is not None:
                 seen.add(plain)
                 found.append(candidate)
-            if len(found) == count or (not found and len(self._tried) == _TRIED):
+            if len(found) == count or (not found and len(self._tried) >= most):
                 break
         return found
 
