@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "zero_plugin.integrations._huggingface.launch",
         "accelerate launch, where the automatic registration is off",
     ),
+    "bench": ("zero_plugin.integrations.bench", "measure this machine for the planner"),
     "doctor": ("zero_plugin.machine.doctor", "say what this machine and its packages can do"),
 }
 """Name of a command: its module (a `Command`), loaded only when it is used, and a line of help."""

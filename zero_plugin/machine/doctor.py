@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import re
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ DISTRIBUTION = "zero-plugin"
 FRAMEWORKS = ("torch", "numpy", "lightning", "accelerate")
 """The packages whose versions decide whether we work; all but the first two are optional."""
 
+TESTED = {"torch": "2.13", "lightning": "2.6", "accelerate": "1.15"}
+"""The newest versions the tests have run on."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
@@ -28,27 +32,74 @@ class Finding:
         subject: What was looked at.
         value: What was seen.
         problem: Why that does not work and what to do; empty if it works.
+        note: What it costs, where it works all the same.
     """
 
     subject: str
     value: str
     problem: str = ""
+    note: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    del parser
+    parser.add_argument(
+        "--nvme",
+        metavar="PATH",
+        action="append",
+        default=[],
+        help="look at a folder of the nvme tier too",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     """Print the findings; returns 0 if nothing is wrong."""
-    del arguments
-    findings = [python(), *versions(metadata.requires(DISTRIBUTION) or [], installed), kernels()]
+    findings = [
+        python(),
+        *versions(metadata.requires(DISTRIBUTION) or [], installed),
+        kernels(),
+        *system(),
+        *(disk(path) for path in arguments.nvme),
+    ]
+    bad = any(finding.problem for finding in findings)
+    if arguments.json:
+        say(json.dumps({"ok": not bad, "findings": [asdict(item) for item in findings]}, indent=2))
+        return int(bad)
     for finding in findings:
         say(f"{finding.subject:12} {finding.value}")
+        if finding.note:
+            say(f"{'':12} note: {finding.note}")
         if finding.problem:
             say(f"{'':12} problem: {finding.problem}")
-    return 1 if any(finding.problem for finding in findings) else 0
+    return int(bad)
+
+
+def system() -> list[Finding]:
+    """What the system allows: memory, pinning, huge pages, io_uring, accelerators."""
+    from zero_plugin.machine import system as seen
+
+    return [
+        Finding(subject=name, value=value, note=note)
+        for name, value, note in (
+            seen.memory(),
+            seen.pinning(),
+            seen.huge_pages(),
+            seen.io_engine(),
+            seen.accelerators(),
+        )
+    ]
+
+
+def disk(path: str) -> Finding:
+    """A folder of the `nvme` tier: direct I/O, free space, and whether it is a disk at all."""
+    from zero_plugin.machine import system as seen
+
+    try:
+        value, note = seen.disk(path)
+    except ZeroError as error:
+        return Finding(subject="nvme", value=path, problem=str(error))
+    return Finding(subject="nvme", value=f"{path}: {value}", note=note)
 
 
 def python() -> Finding:
@@ -82,7 +133,10 @@ def _version(name: str, lowest: str, present: str | None) -> Finding:
         return Finding(subject=name, value="not installed")
     value = f"{present} (needs {lowest} or newer)"
     if _release(present) >= _release(lowest):
-        return Finding(subject=name, value=value)
+        newest = TESTED.get(name)
+        newer = newest is not None and _release(present)[:2] > _release(newest)
+        note = f"newer than {newest}, the last version the tests have run on" if newer else ""
+        return Finding(subject=name, value=value, note=note)
     return Finding(subject=name, value=value, problem=f"install {name}>={lowest}")
 
 
