@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from zero_plugin.config import parse_bytes
 from zero_plugin.errors import ConfigError, EngineStateError, ParameterError
 from zero_plugin.sharding.hooks import is_managed
+from zero_plugin.sharding.precut import precut_of, set_record
 from zero_plugin.tiling.cut import Cut, edges
 from zero_plugin.tiling.modules import (
     Conv1DTile,
@@ -25,6 +26,7 @@ from zero_plugin.tiling.modules import (
     TiledLinear,
     Written,
     tied_together,
+    tiled_embedding,
 )
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -54,6 +56,8 @@ def tile_linears(
     the parts. `layer.weight` is a handle without memory of its own: computing with it makes a copy for the occasion,
     in-place writes go to the tiles.
 
+    A model that is built in shards is tiled inside its `init_context`, once it is built.
+
     Layers that are left as they are and named in a log message: subclasses of `nn.Linear`, parametrised or quantised
     ones, layers whose `forward` was replaced, weights shared with a module of another kind, biases shared at all,
     embeddings with `max_norm` or sparse gradients. An adapter's `base_layer` (LoRA) is tiled before or after wrapping.
@@ -71,7 +75,7 @@ def tile_linears(
     Raises:
         ConfigError: `model` is not a module, `max_bytes` is not a size or smaller than one output of a layer, or a layer
             was tiled before with larger tiles.
-        EngineStateError: a live engine manages the model.
+        EngineStateError: a live engine manages the model, or its weights were cut by an `init_context` that has ended.
         ParameterError: a parameter to be tiled has hooks.
     """
     if not isinstance(cast("object", model), nn.Module):
@@ -194,6 +198,7 @@ def _cut_parameter(whole: nn.Parameter, split: Any) -> list[nn.Parameter]:
         part = nn.Parameter(_own(piece), requires_grad=whole.requires_grad)
         part.grad = None if gradient is None else _own(gradient)
         vars(part).update(vars(whole))
+        set_record(part, None)
         parts.append(part)
     return parts
 
@@ -274,7 +279,10 @@ class _Planner:
 
     def _why_not_layer(self, kind: _Kind, layer: nn.Module) -> str | None:
         parameters = _parameters(layer)
-        others = [*layer.buffers(recurse=False), *layer.children()]
+        kept = vars(layer)["_buffers"].keys() - vars(layer)["_non_persistent_buffers_set"]
+        others = [*kept, *layer.children()]
+        if kind.plain is not nn.Embedding:
+            others += layer.buffers(recurse=False)
         if others or not parameters.keys() <= {"weight", "bias"}:
             return "has parameters, buffers or children of its own beside weight and bias"
         if "forward" in layer.__dict__:
@@ -283,7 +291,9 @@ class _Planner:
         if kind.plain is nn.Embedding and (options.max_norm is not None or options.sparse):
             return "has max_norm or sparse gradients"
         for name, parameter in parameters.items():
-            plain = type(parameter) is nn.Parameter and type(parameter.data) is Tensor
+            plain = precut_of(parameter) is not None or (
+                type(parameter) is nn.Parameter and type(parameter.data) is Tensor
+            )
             if not plain or not parameter.is_floating_point() or parameter.layout != torch.strided:
                 return f"has a {name} that is not a plain dense floating-point parameter"
         bias = _parameters(layer).get("bias")
@@ -296,6 +306,7 @@ class _Planner:
         for place, (_, layer) in zip(places, layers, strict=True):
             for parameter in _parameters(layer).values():
                 _check_no_hooks(parameter, place)
+                _check_not_cut_before(parameter, place)
         kind, _ = layers[0]
         weight = _parameters(places[0].owner)["weight"]
         outputs, inputs = weight.shape[::-1] if kind.transposed else weight.shape
@@ -339,7 +350,11 @@ class _Planner:
             )
 
     def _kind(self, layer: nn.Module) -> _Kind | None:
-        return next((kind for kind in self._kinds if type(layer) is kind.plain), None)
+        found = next((kind for kind in self._kinds if type(layer) is kind.plain), None)
+        if found is None and isinstance(layer, nn.Embedding) and not isinstance(layer, Tiled):
+            # Some models scale what an embedding finds: their forward asks that of nn.Embedding.
+            return _Kind(plain=nn.Embedding, tiled=tiled_embedding(type(layer)))
+        return found
 
 
 def _bytes(layer: nn.Module) -> int:
@@ -358,6 +373,15 @@ def _check_not_managed(parameter: nn.Parameter, place: _Place) -> None:
         raise EngineStateError(
             f"parameter {str(place)!r} belongs to a live engine: tile the model before building its optimizer and engine, or "
             "close the engine first (engine.close())"
+        )
+
+
+def _check_not_cut_before(parameter: nn.Parameter, place: _Place) -> None:
+    record = precut_of(parameter)
+    if record is not None and not record.builder.is_open:
+        raise EngineStateError(
+            f"the weights of {place.path or type(place.owner).__name__!r} were cut by a zero_plugin.init_context that has ended, "
+            "and no rank has them whole: call tile_linears inside the context, after the model is built, on every rank"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 import weakref
@@ -337,6 +338,23 @@ class TiledEmbedding(Tiled, nn.Embedding):  # pyright: ignore[reportIncompatible
         if self.padding_idx is not None:
             with torch.no_grad():
                 self.weight[self.padding_idx] = 0
+
+
+@functools.cache
+def tiled_embedding(kind: type[nn.Embedding]) -> type[TiledEmbedding]:
+    """The tiled form of a subclass of `nn.Embedding`, whose own methods come first."""
+
+    def reduce(layer: nn.Module, _: Any) -> Any:
+        return _empty_embedding, (kind,), layer.__dict__
+
+    body = {"__reduce_ex__": reduce, "__module__": __name__}
+    bases: tuple[Any, ...] = (kind, TiledEmbedding)
+    return type(f"Tiled{kind.__name__}", bases, body)
+
+
+def _empty_embedding(kind: type[nn.Embedding]) -> TiledEmbedding:
+    found = tiled_embedding(kind)
+    return found.__new__(found)
 
 
 def _cast_once(features: Tensor) -> Tensor:
