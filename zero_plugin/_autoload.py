@@ -37,6 +37,8 @@ TARGETS = frozenset(
         "accelerate.commands.config.config",
         "accelerate.commands.config.default",
         "accelerate.commands.launch",
+        "transformers.modeling_utils",
+        "transformers.trainer",
     }
 )
 

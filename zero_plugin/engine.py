@@ -586,7 +586,7 @@ class ZeroEngine(SavesCheckpoints):
 
     def _manage(self, members: list[ManagedParameter]) -> None:
         """Manage parameters that are new, became trainable, or were added to an optimizer."""
-        if not members:
+        if not members and (self._sharded is None or self._sharded.is_attached):
             return
         with untraced(), torch.inference_mode(mode=False), torch.no_grad():
             if self._sharded is not None:

@@ -26,6 +26,7 @@ from zero_plugin.integrations._huggingface.files import load_weights
 from zero_plugin.integrations._huggingface.optimizer import ZeroAcceleratedOptimizer
 from zero_plugin.integrations._huggingface.plugin import ZeroOffloadPlugin
 from zero_plugin.integrations._huggingface.prepared import Prepared, Together, models_of
+from zero_plugin.integrations._lightning.common import is_built_in_shards
 from zero_plugin.integrations._lightning.precision import from_grad_scaler, to_grad_scaler
 from zero_plugin.runtime.memory import available_host_bytes
 
@@ -74,22 +75,24 @@ class ZeroAccelerator(Base):
         A model that was prepared for evaluation is trained all the same when it comes with an optimizer.
         """
         inner = original(model)
-        is_new = not self._zero.knows(inner)
-        if (
-            is_new
-            and torch.distributed.is_initialized()
-            and self._zero.engine_of_model(inner) is None
-        ):
+        in_shards = is_built_in_shards(inner)
+        if not in_shards and not self._zero.knows(inner) and torch.distributed.is_initialized():
             _make_equal(inner)
         prepared = super().prepare_model(
             model, device_placement=device_placement, evaluation_mode=True
         )
         if not evaluation_mode:
             self._zero.add_model(inner)
+        elif in_shards and not self._zero.knows(inner):
+            self._zero.add_frozen(inner)
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Wrap an optimizer; it acts on an engine once its model is prepared."""
+        if isinstance(optimizer, ZeroAcceleratedOptimizer):
+            # Prepared before `free_memory`, as the Trainer's is when it trains again.
+            self._zero.add_optimizer(optimizer.optimizer)
+            optimizer.belongs_to(self._zero)
         if getattr(optimizer, "_is_accelerate_prepared", False):
             return super().prepare_optimizer(optimizer, device_placement=device_placement)
         self._zero.add_optimizer(optimizer)
@@ -260,6 +263,7 @@ class ZeroAccelerator(Base):
         for engine in self._zero.forget():
             gather = engine.config.shards_parameters and self._fits(engine.model)
             engine.close(gather=gather)
+            self._zero.settle_kept(engine)
 
     def _fits(self, model: nn.Module) -> bool:
         needed = sum(p.numel() * p.element_size() for p in model.parameters())

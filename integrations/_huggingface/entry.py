@@ -6,6 +6,7 @@ Imported into every process that imports Accelerate, so nothing here imports tor
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,51 @@ def enter_accelerator(module: ModuleType) -> None:
     stock.__init__ = __init__
 
 
+def enter_trainer(module: ModuleType) -> None:
+    """Let a Trainer whose Accelerator is ours become ours.
+
+    Args:
+        module: `transformers.trainer`.
+    """
+    stock: type[Any] = module.Trainer
+    plain: Callable[[Any], None] = stock.create_accelerator_and_postprocess
+    if getattr(plain, "of_zero_plugin", False):
+        return
+
+    @functools.wraps(plain)
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        plain(self)
+        if getattr(self.accelerator, STATE, None) is not None:
+            import_module("zero_plugin.integrations._huggingface.trainer").adopt(self)
+
+    create_accelerator_and_postprocess.__dict__["of_zero_plugin"] = True
+    stock.create_accelerator_and_postprocess = create_accelerator_and_postprocess
+
+
+def enter_loading(module: ModuleType) -> None:
+    """Let `from_pretrained` build straight into shards where stage 3 was asked for.
+
+    Args:
+        module: `transformers.modeling_utils`.
+    """
+    stock: type[Any] = module.PreTrainedModel
+    plain: Callable[..., Any] = stock.from_pretrained.__func__
+    if getattr(plain, "of_zero_plugin", False):
+        return
+
+    @functools.wraps(plain)
+    def from_pretrained(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+        state = sys.modules.get("accelerate.state")
+        in_use = None if state is None else state.AcceleratorState._shared_state.get(STATE)  # noqa: SLF001
+        if in_use is None and not is_selected():
+            return plain(cls, *args, **kwargs)
+        loading = import_module("zero_plugin.integrations._huggingface.loading")
+        return loading.load(functools.partial(plain, cls), in_use, args, kwargs)
+
+    from_pretrained.__dict__["of_zero_plugin"] = True
+    stock.from_pretrained = classmethod(from_pretrained)
+
+
 def _in_use(module: ModuleType) -> Any:
     """The plugin of the Accelerator that this process made first, as its other settings are shared."""
     return module.AcceleratorState._shared_state.get(STATE)  # noqa: SLF001
@@ -89,4 +135,6 @@ _ENTRANCES: dict[str, Callable[[ModuleType], None]] = {
     "accelerate.commands.config.config": enter_questions,
     "accelerate.commands.config.default": enter_default,
     "accelerate.commands.launch": enter_launch,
+    "transformers.modeling_utils": enter_loading,
+    "transformers.trainer": enter_trainer,
 }

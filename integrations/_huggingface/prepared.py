@@ -6,9 +6,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.optim import SGD
 
 from zero_plugin.engine import ZeroEngine
 from zero_plugin.errors import ConfigError, EngineStateError
+from zero_plugin.integrations._huggingface.generation import keep_in_step
+from zero_plugin.optim.facade import FacadeMixin
 from zero_plugin.sharding.hooks import before_forwards
 
 if TYPE_CHECKING:
@@ -19,6 +22,11 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from zero_plugin.config import ZeroConfig
+    from zero_plugin.optim.kept import KeptStates
+
+
+_KEPT = "zero_kept"
+"""Attribute of an optimizer whose engine was closed: its states."""
 
 
 class Together(nn.Module):
@@ -50,6 +58,7 @@ class Prepared:
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self._watches: dict[int, RemovableHandle] = {}
+        self._generation: list[nn.Module] = []
         self.saves_on_rank_0 = False
         """Whether an optimizer's state is wanted on rank 0 alone."""
 
@@ -68,6 +77,9 @@ class Prepared:
         """
         if any(known is optimizer for known in self._optimizers) or self.engine_of(optimizer):
             return
+        if isinstance(optimizer, FacadeMixin) and optimizer.zero_host is None:
+            # Of an engine that was closed: as before it, so that its compiled rule is found again.
+            optimizer.__class__ = optimizer.zero_plain_class
         held = _held(optimizer)
         for engine in self.engines:
             if any(id(parameter) in held for parameter in engine.model.parameters()):
@@ -77,6 +89,13 @@ class Prepared:
                     "accelerator.prepare(...)"
                 )
         self._optimizers.append(optimizer)
+
+    def add_frozen(self, model: nn.Module) -> None:
+        """Give a model that was built in shards, and is only evaluated, an engine that gathers its weights."""
+        model.requires_grad_(requires_grad=False)
+        # An engine takes an optimizer; one of frozen weights keeps no states.
+        self.engines.append(ZeroEngine(model, SGD(model.parameters(), lr=0.0), self.config))
+        self._generation.extend(keep_in_step(self.engines[-1]))
 
     def settle_complete(self) -> None:
         """Make the engines to which no further optimizer can come."""
@@ -142,13 +161,30 @@ class Prepared:
             self.saves_on_rank_0 = before
 
     def forget(self) -> list[ZeroEngine]:
-        """Let go of everything; the engines are the caller's to close."""
+        """Let go of everything; the engines are the caller's to close.
+
+        The states of their optimizers stay with the optimizers, so that one that is prepared again goes on from them.
+        """
         engines, self.engines = self.engines, []
+        for engine in engines:
+            kept = engine.keep_states()
+            for optimizer in engine.optimizers:
+                optimizer.__dict__[_KEPT] = kept
         self._models, self._optimizers = [], []
         for handle in self._watches.values():
             handle.remove()
         self._watches = {}
+        for module in self._generation:
+            module.__dict__.pop("generate", None)
+        self._generation = []
         return engines
+
+    @staticmethod
+    def settle_kept(engine: ZeroEngine) -> None:
+        """Free the device memory of the states that outlive a closed engine."""
+        for optimizer in engine.optimizers:
+            kept: KeptStates = optimizer.__dict__[_KEPT]
+            kept.move_to_cpu()
 
     def _make(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
         for model in models:
@@ -156,7 +192,13 @@ class Prepared:
         model = models[0] if len(models) == 1 else Together(models)
         self._models = [m for m in self._models if not any(m is taken for taken in models)]
         self._optimizers = [o for o in self._optimizers if not any(o is t for t in optimizers)]
-        self.engines.append(ZeroEngine(model, optimizers, self.config))
+        engine = ZeroEngine(model, optimizers, self.config)
+        self.engines.append(engine)
+        self._generation.extend(keep_in_step(engine))
+        for optimizer in optimizers:
+            kept = optimizer.__dict__.pop(_KEPT, None)
+            if kept is not None and kept.holds(optimizer):
+                engine.load_optimizer_state_dict(optimizer, kept.state_dict(optimizer))
 
     def _groups(self) -> list[tuple[list[nn.Module], list[Optimizer]]]:
         """Models and optimizers that share parameters, directly or through others; none without an optimizer."""

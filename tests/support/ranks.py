@@ -151,7 +151,12 @@ class Client:
         environment = dict(os.environ)
         # One thread only: a fork of a process with threads copies locks nobody will release.
         environment.update(
-            OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTHONUNBUFFERED="1"
+            OMP_NUM_THREADS="1",
+            OPENBLAS_NUM_THREADS="1",
+            MKL_NUM_THREADS="1",
+            PYTHONUNBUFFERED="1",
+            # pyarrow, where transformers finds it, starts one for its allocator
+            JE_ARROW_MALLOC_CONF="background_thread:false",
         )
         script = Path(__file__).with_name("zygote.py")
         self.process = subprocess.Popen(

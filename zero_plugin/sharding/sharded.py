@@ -114,6 +114,11 @@ class ShardedModel:
         """All units."""
         return self._units
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether the weights were cut and the modules hooked; a model of frozen weights alone has to be, too."""
+        return self._attached
+
     def open(self, newcomers: Sequence[ManagedParameter]) -> None:
         """Place parameters in their units, and bring those units here, before blocks are formed.
 

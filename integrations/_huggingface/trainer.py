@@ -1,0 +1,206 @@
+"""The methods of transformers' Trainer that have to know that states are sharded."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+from zero_plugin.errors import ConfigError, FrameworkError
+from zero_plugin.integrations._huggingface.accelerator import ZeroAccelerator, original
+from zero_plugin.integrations._lightning.common import is_built_in_shards
+from zero_plugin.integrations._lightning.precision import from_grad_scaler, to_grad_scaler
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from transformers import Trainer as Base
+
+    from zero_plugin.engine import ZeroEngine
+else:
+    Base = object
+
+_SCALER = "scaler.pt"
+
+# What we override or call: method -> parameters that have to be there.
+_METHODS: dict[str, tuple[str, ...]] = {
+    "create_accelerator_and_postprocess": (),
+    "create_optimizer": (),
+    "evaluation_loop": (),
+    "save_model": ("output_dir", "_internal_call"),
+    "_save": ("output_dir", "state_dict"),
+    "_save_optimizer_and_scheduler": ("output_dir",),
+    "_load_optimizer_and_scheduler": ("checkpoint",),
+    "_save_scaler": ("output_dir",),
+    "_load_scaler": ("checkpoint",),
+    "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
+    "_load_best_model": (),
+    "log": ("logs",),
+}
+
+
+class ZeroTrainer(Base):
+    """Mixin over the Trainer's class, or a subclass of it, put on an instance once its Accelerator is made."""
+
+    accelerator: Any
+
+    # ------------------------------------------------------------------ saving
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model as `from_pretrained` reads it; all ranks call it."""
+        engine = self._engine
+        if engine is None or not engine.config.shards_parameters:
+            super().save_model(output_dir, _internal_call=_internal_call)
+            return
+        state = self.accelerator.get_state_dict(self.model)
+        with self._saves(state):
+            super().save_model(output_dir, _internal_call=_internal_call)
+
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
+        shown: dict[str, Any] | None = self.__dict__.get("_zero_state")
+        super()._save(output_dir, state_dict=shown if state_dict is None else state_dict)
+
+    @contextmanager
+    def _saves(self, state: dict[str, Any]) -> Generator[None]:
+        """Inside, `_save` writes this state dict, on the rank that has it."""
+        self.__dict__["_zero_state"] = state
+        try:
+            yield
+        finally:
+            del self.__dict__["_zero_state"]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Gather the optimizer's state, which all ranks do, and write it as the stock Trainer does."""
+        zero = self.accelerator._zero  # noqa: SLF001
+        if self._engine is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        wrapped: Any = self.optimizer
+        with zero.only_on_rank_0(enabled=not self.args.save_on_each_node):
+            state = wrapped.state_dict()
+        with wrapped.showing(state):
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        engine = self._engine
+        if engine is None or engine.config.loss_scale != "dynamic":
+            super()._save_scaler(output_dir)
+        elif self.args.should_save:
+            torch.save(to_grad_scaler(engine.loss_scale_state()), Path(output_dir, _SCALER))
+
+    # ------------------------------------------------------------------ loading
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load the weights, at stage 3 into the shards."""
+        engine = self._engine
+        if engine is None and is_built_in_shards(self.model):
+            # Only an engine can fill shards: done in `_load_optimizer_and_scheduler`, which comes after it is made.
+            self.__dict__["_zero_late"] = resume_from_checkpoint
+            return
+        with nullcontext() if engine is None else engine.full_params(writeback=True):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self.__dict__.pop("_zero_late", None) is not None and checkpoint is not None:
+            self._load_from_checkpoint(checkpoint)
+        super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        engine = self._engine
+        place = None if checkpoint is None else Path(checkpoint, _SCALER)
+        if place is None or not place.is_file():
+            return
+        if engine is not None and engine.config.loss_scale == "dynamic":
+            engine.load_loss_scale_state(from_grad_scaler(torch.load(place, weights_only=True)))
+
+    def _load_best_model(self) -> None:
+        engine = self._engine
+        with nullcontext() if engine is None else engine.full_params(writeback=True):
+            super()._load_best_model()
+
+    # ------------------------------------------------------------------ evaluation
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate; a model that was built in shards gets its engine first."""
+        engine = self._engine
+        if engine is None and is_built_in_shards(self.model) and not self.is_in_train:
+            self.create_optimizer()
+            _, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+        elif engine is not None and not self.is_in_train:
+            for name in ("fp16_full_eval", "bf16_full_eval"):
+                if getattr(self.args, name):
+                    raise ConfigError(
+                        f"{name}=True casts the model for good, and its weights belong to an engine now: evaluate in a "
+                        "process of its own, or use bf16=True, which computes in bf16 under autocast"
+                    )
+        return super().evaluation_loop(*args, **kwargs)
+
+    # ------------------------------------------------------------------ logging
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with the bytes that states take in each tier beside the training loss."""
+        engine = self._engine
+        if engine is not None and "loss" in logs:
+            for tier, kinds in engine.memory().items():
+                logs[f"zero_{tier}_bytes"] = sum(kinds.values())
+            if engine.skipped_steps:
+                logs["zero_skipped_steps"] = engine.skipped_steps
+        super().log(logs, start_time)
+
+    @property
+    def _engine(self) -> ZeroEngine | None:
+        engine: ZeroEngine | None = self.accelerator._zero.engine_of_model(original(self.model))  # noqa: SLF001
+        return engine
+
+
+def adopt(trainer: Any) -> None:
+    """Make a Trainer ours, if its Accelerator is.
+
+    Raises:
+        FrameworkError: this release of transformers lacks a method that we override.
+        ConfigError: the arguments ask for what an engine cannot do.
+    """
+    if not isinstance(trainer.accelerator, ZeroAccelerator):
+        return
+    for name, parameters in _METHODS.items():
+        method = getattr(type(trainer), name, None)
+        present: Any = () if method is None else inspect.signature(method).parameters
+        missing = [p for p in parameters if p not in present]
+        if method is None or missing:
+            raise FrameworkError(
+                f"transformers {transformers.__version__} has no Trainer.{name}({', '.join(missing)}) as zero-plugin "
+                "overrides it: install transformers>=5.0 in the range that pip install 'zero-plugin[accelerate]' takes, "
+                "or a newer zero-plugin"
+            )
+    if trainer.args.n_gpu > 1:
+        logging.getLogger("zero_plugin").warning(
+            "%d GPUs are visible and one process was started, so one is used: start a process for each with accelerate "
+            "launch or torchrun",
+            trainer.args.n_gpu,
+        )
+        trainer.args._n_gpu = 1  # noqa: SLF001 - as the Trainer itself does to keep nn.DataParallel away
+    trainer.__class__ = _class_over(type(trainer))
+
+
+@functools.cache
+def _class_over(stock: type[Any]) -> type[Any]:
+    """Our class over a Trainer class; it keeps the name."""
+    if issubclass(stock, ZeroTrainer):
+        return stock
+    return type(
+        stock.__name__,
+        (ZeroTrainer, stock),
+        {
+            "__module__": stock.__module__,
+            "__qualname__": stock.__qualname__,
+            "__doc__": stock.__doc__,
+        },
+    )
