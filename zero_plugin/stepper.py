@@ -131,8 +131,10 @@ class Stepper:
             if self.has_held:
                 self.drain()
         finally:
-            self._pipeline.wait(again=False)
-            self._pending.forget()
+            try:
+                self._pipeline.wait(again=False)
+            finally:
+                self._pending.forget()
 
     def drain(self) -> None:
         """Show the weights of every update; the next step is then like the first delayed one.
