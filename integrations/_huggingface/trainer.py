@@ -58,6 +58,10 @@ class ZeroTrainer(Base):
         if engine is None or not engine.config.shards_parameters:
             super().save_model(output_dir, _internal_call=_internal_call)
             return
+        if _reads_its_modules(self.model):
+            with engine.full_params():
+                super().save_model(output_dir, _internal_call=_internal_call)
+            return
         state = self.accelerator.get_state_dict(self.model)
         with self._saves(state):
             super().save_model(output_dir, _internal_call=_internal_call)
@@ -188,6 +192,15 @@ def adopt(trainer: Any) -> None:
         )
         trainer.args._n_gpu = 1  # noqa: SLF001 - as the Trainer itself does to keep nn.DataParallel away
     trainer.__class__ = _class_over(type(trainer))
+
+
+def _reads_its_modules(model: Any) -> bool:
+    """Whether PEFT asks modules for their weights even when it is given a state dict."""
+    return any(
+        base.__name__ == "AuxiliaryTrainingWrapper"
+        for module in model.modules()
+        for base in type(module).__mro__
+    )
 
 
 @functools.cache

@@ -175,7 +175,12 @@ class Run:
 
 def plain_process() -> None:
     """One process that no launcher started, and no progress bars."""
+    import huggingface_hub
+    import tqdm
     import transformers
+
+    tqdm.tqdm.monitor_interval = 0  # the thread that watches a bar would outlive the test
+    huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True  # and so would TRL's, which reports
 
     if not torch.distributed.is_initialized():
         for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
