@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_plugin.engine import ZeroEngine
-from zero_plugin.errors import EngineStateError
+from zero_plugin.errors import CheckpointError, EngineStateError
 from zero_plugin.integrations._lightning.common import (
     EngineSlots,
     PrecisionPlugins,
@@ -23,6 +23,7 @@ from zero_plugin.integrations._lightning.common import (
 )
 
 if TYPE_CHECKING:
+from zero_plugin.integrations._lightning.folders import ENGINE_KEYS, CheckpointForm, Folders
     from contextlib import AbstractContextManager
 
     from lightning.fabric.plugins.precision import Precision
@@ -66,10 +67,12 @@ class FabricStrategy(Base):
         start_method: Any = "popen",
         **settings: Any,
     ) -> None:
+        checkpoint: CheckpointForm = "auto",
         self._config = build_config(config, settings)
         self._slots = EngineSlots()
         # Modules of `setup_module`, whose engines are made when their optimizer comes.
         self._waiting: list[weakref.ref[nn.Module]] = []
+        self._folders = Folders(checkpoint, self._config)
         optional: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
         super().__init__(
             accelerator=accelerator,
@@ -216,6 +219,79 @@ class FabricStrategy(Base):
 
         Up to stage 2 on every rank, at stage 3 on rank 0, empty on the others.
         """
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Any = None,  # noqa: A002
+    ) -> None:
+        """Write a file, or the folder that every rank writes its part of; all ranks call it.
+
+        Raises:
+            CheckpointError: a folder takes one module that was set up and all its optimizers, and neither `filter` nor
+                `storage_options`.
+        """
+        if not any(map(self._folders.wants, self._slots.engines)):
+            super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
+            return
+        if filter or storage_options is not None:
+            raise CheckpointError(
+                "filter and storage_options are for files: leave them out, or give the strategy checkpoint='file'"
+            )
+        engine = self._engine_in(state)
+        rest = {key: value for key, value in state.items() if not _is_of(value, engine)}
+        extra = self._convert_stateful_objects_in_state(rest, filter={})
+        engine.save_checkpoint(self.broadcast(path), extra=extra)
+
+    def load_checkpoint(
+        self,
+        path: Any,
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load a file or a folder into the objects of `state`; returns what is left."""
+        found = self._folders.open(path)
+        if found is None:
+            return super().load_checkpoint(path, state, strict=strict, weights_only=weights_only)
+        extra = {key: value for key, value in found.items() if key not in ENGINE_KEYS}
+        if not state:
+            return extra
+        if not isinstance(state, dict):
+            state = {"module": state}
+        engine = self._engine_in(state)
+        own = {key for key, value in state.items() if _is_of(value, engine)}
+        self._folders.load_model(engine.model, engine, strict=strict)
+        missing = [key for key in state if key not in own and key not in extra]
+        if strict and missing:
+            raise KeyError(
+                f"the checkpoint {path} has no {missing[0]!r}, it has {sorted(extra)}: to load without it, pass strict=False"
+            )
+        for key in [key for key in state if key not in own and key in extra]:
+            if callable(getattr(state[key], "load_state_dict", None)):
+                state[key].load_state_dict(extra.pop(key))
+            else:
+                state[key] = extra.pop(key)
+        return extra
+
+    def _engine_in(self, state: dict[str, Any]) -> ZeroEngine:
+        """The one engine whose module and optimizers are in a state."""
+        engines = [
+            engine
+            for engine in self._slots.engines
+            if any(_is_of(value, engine) for value in state.values())
+        ]
+        if len(engines) == 1:
+            held = {id(value) for value in state.values()}
+            if all(id(item) in held for item in (engines[0].model, *engines[0].optimizers)):
+                return engines[0]
+        raise CheckpointError(
+            f"a folder holds one module that was set up, with its optimizers, and the state ({', '.join(state)}) has "
+            f"{'parts of ' if engines else ''}{len(engines)}: save each module with all its optimizers, or give the strategy "
+            "checkpoint='file'"
+        )
+
         found = self._engine_and_place(module)
         if found is None or not found[0].config.shards_parameters:
             return super().get_module_state_dict(module)
@@ -296,3 +372,8 @@ def _holds_all(module: nn.Module, optimizer: Optimizer) -> bool:
 def _close_all(slots: EngineSlots) -> None:
     while slots.engines:
         slots.engines.pop().close()
+def _is_of(value: object, engine: ZeroEngine) -> bool:
+    """Whether a value is an engine's module or one of its optimizers."""
+    return value is engine.model or any(value is optimizer for optimizer in engine.optimizers)
+
+

@@ -47,6 +47,7 @@ class FabricZeroOffloadStrategy(FabricStrategy, DDPStrategy):
 
     Args:
         config: a whole `ZeroConfig`, in place of single fields.
+        checkpoint: `"file"`: one file; `"folder"`: every rank writes its part; `"auto"`: folders at stage 3.
         settings: fields of `ZeroConfig`.
 
     Raises:

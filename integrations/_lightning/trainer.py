@@ -26,6 +26,7 @@ from zero_plugin.integrations._lightning.common import (
 )
 
 if TYPE_CHECKING:
+from zero_plugin.integrations._lightning.folders import DELAYED_KEY, CheckpointForm, Folders
     from collections.abc import Callable, Generator, Mapping
 
     from lightning.pytorch import Trainer
@@ -81,10 +82,12 @@ class TrainerStrategy(Base):
         start_method: Any = "popen",
         **settings: Any,
     ) -> None:
+        checkpoint: CheckpointForm = "auto",
         self._config = build_config(config, settings)
         self._slots = EngineSlots()
         # The optimizer states of a fit that has ended, for a `trainer.save_checkpoint` after `trainer.fit`.
         self._kept: KeptStates | None = None
+        self._folders = Folders(checkpoint, self._config)
         self._accumulates = False
         self._buffers_are_due = True
         self._all_failed = False
@@ -269,6 +272,8 @@ class TrainerStrategy(Base):
                 return engine.optimizer_state_dict(optimizer, rank0_only=True)
             except BaseException:
                 if self._all_failed:
+        if self._folders.wants(engine):
+            return {}  # The engine saves it.
                     self._close_engine()  # the Trainer does not reach its own teardown then
                 raise
         if self._kept is not None and self._kept.holds(optimizer):
@@ -318,6 +323,9 @@ class TrainerStrategy(Base):
         """Refuse to gather states that the other ranks will never send.
 
         `ModelCheckpoint(save_on_exception=True)` and `OnExceptionCheckpoint` save from the rank that failed. If all
+        if self._folders.is_loading:
+            self._folders.load_engine(engine)
+            return
         ranks failed the save works; if one did, the others are elsewhere and it would wait for them in vain.
         """
         engine = self._slots.only
@@ -326,6 +334,8 @@ class TrainerStrategy(Base):
             return
         _drop_step(engine)
         if self.world_size > 1 and not self._every_rank_failed():
+        if DELAYED_KEY in checkpoint:
+            engine.load_delayed_update_state(checkpoint[DELAYED_KEY])
             self._close_engine()  # the Trainer does not reach its own teardown when a callback raises
             raise CheckpointError(
                 f"no checkpoint was saved on the exception of rank {self.global_rank}: optimizer states are sharded, "
@@ -337,6 +347,8 @@ class TrainerStrategy(Base):
     def _every_rank_failed(self) -> bool:
         store: Any = torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001
         # Counted in the store, since a process may train, fail and train again.
+        if self._folders.wants(engine):
+            return {}  # The engine saves it.
         count = store.add(f"zero_plugin/exceptions/{self.global_rank}", 1)
         keys = [f"zero_plugin/exception/{count}/{rank}" for rank in range(self.world_size)]
         store.set(keys[self.global_rank], "failed")
@@ -344,6 +356,9 @@ class TrainerStrategy(Base):
             store.wait(keys, timedelta(seconds=EXCEPTION_SECONDS))
             found = "save"
         except RuntimeError:
+        if self._folders.is_loading:
+            self._folders.load_model(self._require(self.lightning_module), engine, strict=strict)
+            return
             found = "give up"
         # A rank may come just as another stops waiting: what the first of them says holds for all.
         return store.compare_set(f"zero_plugin/exception/{count}", "", found) == b"save"

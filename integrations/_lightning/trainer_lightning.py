@@ -5,14 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.core import saving
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 
 from zero_plugin.integrations._lightning.common import PrecisionPlugins
+from zero_plugin.integrations._lightning.folders import load_folders_too
 from zero_plugin.integrations._lightning.precision import TrainerPrecision
 from zero_plugin.integrations._lightning.trainer import Spelling, TrainerStrategy
+
+# For `load_from_checkpoint`, which asks no strategy.
+saving.pl_load = load_folders_too(saving.pl_load)
 
 
 class ZeroPrecision(TrainerPrecision, Precision):
@@ -47,6 +52,7 @@ class ZeroOffloadStrategy(TrainerStrategy, DDPStrategy):
 
     Args:
         config: a whole `ZeroConfig`, in place of single fields.
+        checkpoint: `"file"`: one file; `"folder"`: every rank writes its part; `"auto"`: folders at stage 3.
         settings: fields of `ZeroConfig`.
 
     Raises:

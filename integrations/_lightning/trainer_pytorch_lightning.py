@@ -8,14 +8,19 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_fabric.utilities.seed import reset_seed
+from pytorch_lightning.core import saving
 from pytorch_lightning.core.optimizer import _MockOptimizer
 from pytorch_lightning.overrides.distributed import _sync_module_states
 from pytorch_lightning.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from pytorch_lightning.strategies import DDPStrategy
 
 from zero_plugin.integrations._lightning.common import PrecisionPlugins
+from zero_plugin.integrations._lightning.folders import load_folders_too
 from zero_plugin.integrations._lightning.precision import TrainerPrecision
 from zero_plugin.integrations._lightning.trainer import Spelling, TrainerStrategy
+
+# For `load_from_checkpoint`, which asks no strategy.
+saving.pl_load = load_folders_too(saving.pl_load)
 
 
 class ZeroPrecision(TrainerPrecision, Precision):
@@ -50,6 +55,7 @@ class ZeroOffloadStrategy(TrainerStrategy, DDPStrategy):
 
     Args:
         config: a whole `ZeroConfig`, in place of single fields.
+        checkpoint: `"file"`: one file; `"folder"`: every rank writes its part; `"auto"`: folders at stage 3.
         settings: fields of `ZeroConfig`.
 
     Raises:

@@ -26,6 +26,7 @@ class SavesCheckpoints:
         extra: Any = None,
         keep_last: int | None = None,
         asynchronous: bool = False,
+        weights_only: bool = False,
     ) -> None:
         """Save weights, optimizer states, loss scale and random states to a folder; all ranks call it.
 
@@ -40,6 +41,7 @@ class SavesCheckpoints:
             asynchronous: return as soon as what your code may change is copied, and write the state of this moment beside the
                 training. The next step waits for what is not copied yet; the checkpoint appears, or its error is raised, in a
                 later step, save, load, `drain` or `close`.
+            weights_only: leave masters and optimizer states out; compute weights and buffers are saved.
 
         Raises:
             CheckpointError: on every rank, if one fails. An earlier checkpoint of this name is still there, the training state is as
@@ -47,7 +49,11 @@ class SavesCheckpoints:
         """
         self._check_open("save_checkpoint")
         self._checkpoints.save(
-            directory, extra=extra, keep_last=keep_last, asynchronous=asynchronous
+            directory,
+            extra=extra,
+            keep_last=keep_last,
+            asynchronous=asynchronous,
+            optimizer=not weights_only,
         )
 
     def load_checkpoint(
