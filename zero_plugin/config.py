@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -215,6 +216,22 @@ class ZeroConfig:
             )
         _check_names(cls, settings)
         return super().__new__(cls)
+
+    @classmethod
+    def auto(cls, model: Any, **options: Any) -> ZeroConfig:
+        """The cheapest placement of a model on this machine and its ranks, measured and planned; all ranks call it.
+
+        Args:
+            model: the `torch.nn.Module` that will be trained.
+            **options: of `zero_plugin.plan`: `batch`, `seq`, `accumulate`, `inputs`, `nvme`, limits, and fields that are fixed.
+
+        Raises:
+            BudgetError: nothing fits; says by how much, and what would help.
+            ConfigError: an option is wrong.
+        """
+        # By name: this module is a leaf, and planning needs the whole engine.
+        found: ZeroConfig = import_module("zero_plugin.planner.auto").auto_config(model, **options)
+        return found
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ZeroConfig:

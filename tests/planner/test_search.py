@@ -76,6 +76,7 @@ def drawn_task(rng: random.Random, dry: DryModel) -> Task:
     return Task(
         model=dry,
         load=load,
+        buffers=dry.sizes(64 << 10, 4),
         hardware=hardware,
         limits=limits,
         settings={"nvme_path": "x", "bucket_bytes": "64KiB", "nvme_buffer_bytes": "1MiB"},

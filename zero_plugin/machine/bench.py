@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,7 +146,7 @@ def _compute(clock: Clock, device: torch.device | None) -> dict[str, float]:
 
 
 @contextmanager
-def _backend(device: torch.device) -> Iterator[Backend]:
+def _backend(device: torch.device) -> Generator[Backend]:
     with Kernels() as kernels:
         backend = create_backend(
             "auto", device=device, kernels=kernels, trace=None, ledger=Ledger()
@@ -230,7 +230,7 @@ def _disk(clock: Clock, path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _store(path: Path, block: int, depth: int) -> Iterator[tuple[NvmeStore, Any]]:
+def _store(path: Path, block: int, depth: int) -> Generator[tuple[NvmeStore, Any]]:
     store = NvmeStore([path], queue_depth=depth, block_bytes=block)
     try:
         yield store, store.reserve(_FILE_BYTES, "benchmark")

@@ -7,9 +7,9 @@ once from the gatherer itself, led through a forward and a backward in the order
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
+from collections import OrderedDict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,6 +32,7 @@ from zero_plugin.resources import Resources
 from zero_plugin.runtime.backend import Backend, HostCompute, Lane, LaneKind, Memory
 from zero_plugin.runtime.execution import Services
 from zero_plugin.runtime.ticket import ProgramOrder
+from zero_plugin.sharding.layout import group_by_bytes
 from zero_plugin.sharding.parameters import ManagedParameter
 from zero_plugin.sharding.partition import Block, form_blocks
 from zero_plugin.sharding.peer import PIECE_BYTES
@@ -144,30 +145,47 @@ class _DryStore:
 
 
 def meta_twin(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """The same module with parameters and buffers on the meta device; no weight is copied or touched.
+    """The same modules with parameters and buffers on the meta device; no weight is copied or touched.
+
+    What is no module, parameter or buffer is shared with the original, and hooks are left behind.
 
     Args:
         model: any module.
         dtype: of its floating parameters in the twin; None: their own.
-
-    Raises:
-        ConfigError: the module cannot be copied.
     """
-    memo: dict[int, Any] = {}
+    tensors: dict[int, Tensor] = {}
     for parameter in model.parameters():
         converts = dtype is not None and parameter.is_floating_point()
         kept = dtype if converts else parameter.dtype
         empty = torch.empty(tuple(parameter.shape), dtype=kept, device="meta")
-        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        tensors[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty(tuple(buffer.shape), dtype=buffer.dtype, device="meta")
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:
-        raise ConfigError(
-            f"{type(model).__name__} cannot be copied for planning ({type(error).__name__}: {error}): give a plain module, "
-            "or a Hugging Face config or folder"
-        ) from error
+        tensors[id(buffer)] = torch.empty(tuple(buffer.shape), dtype=buffer.dtype, device="meta")
+    return _twin_of(model, tensors, {})
+
+
+def _twin_of(
+    module: nn.Module, tensors: dict[int, Tensor], made: dict[int, nn.Module]
+) -> nn.Module:
+    known = made.get(id(module))
+    if known is not None:
+        return known
+    kind = type(module)
+    twin = made[id(module)] = kind.__new__(kind)
+    state = dict(vars(module))
+    for name, value in state.items():
+        if isinstance(value, OrderedDict) and "_hooks" in name:
+            state[name] = OrderedDict()
+    for kept in ("_parameters", "_buffers"):
+        held: dict[str, Any] = state[kept]
+        state[kept] = {name: tensors.get(id(item), item) for name, item in held.items()}
+    children: dict[str, nn.Module | None] = state["_modules"]
+    state["_modules"] = {
+        name: None if child is None else _twin_of(child, tensors, made)
+        for name, child in children.items()
+    }
+    vars(twin).update(state)
+    return twin
 
 
 def optimizer_for(model: nn.Module, optimizer: str | Optimizer) -> Optimizer:
@@ -199,6 +217,23 @@ def optimizer_for(model: nn.Module, optimizer: str | Optimizer) -> Optimizer:
     return made
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BufferSizes:
+    """Sizes that bound an engine's buffers from below, found without trying one.
+
+    Attributes:
+        largest: elements of the largest parameter.
+        two_blocks: bytes of the two largest blocks.
+        unit: bytes of the largest unit.
+        blocks_in_unit: most blocks that a unit is cut into.
+    """
+
+    largest: int
+    two_blocks: int
+    unit: int
+    blocks_in_unit: int
+
+
 class DryModel:
     """A model that engines are tried on.
 
@@ -226,6 +261,27 @@ class DryModel:
     def trainable(self) -> int:
         """Elements of those that are trained."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    def sizes(self, bucket_bytes: int, wire: int) -> BufferSizes:
+        """What placements can be compared by before one is tried."""
+        blocks: list[int] = []
+        units: list[int] = []
+        counts: list[int] = [2]
+        for unit in plan_units(self.model, persist_below=0).units:
+            members = [p for _, p in unit.parameters if p.requires_grad]
+            groups = group_by_bytes(
+                [p.numel() * wire for p in members], [p.dtype for p in members], bucket_bytes
+            )
+            parts = [sum(members[i].nbytes for i in group) for group in groups]
+            blocks += parts
+            units.append(sum(parts))
+            counts.append(len(parts))
+        return BufferSizes(
+            largest=max((p.numel() for p in self.model.parameters()), default=0),
+            two_blocks=sum(sorted(blocks, reverse=True)[:2]),
+            unit=max(units, default=0),
+            blocks_in_unit=max(counts),
+        )
 
     @property
     def states(self) -> int:
@@ -428,6 +484,7 @@ def _most_gathered(
 ) -> int:
     """Lead the gatherer through a few steps in registration order."""
     gatherer = sharded.gatherer
+    gatherer.forget_peak()
     numbers = {id(module): found for module, found in uses}
     with torch.no_grad():
         for _ in range(_ROUNDS):

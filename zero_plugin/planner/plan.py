@@ -35,6 +35,8 @@ _CHOICES = {item.name for item in fields(Choice)}
 _PINS = {"prefetch_units": "prefetch", "delayed_update": "delayed", "split_master": "split"}
 """`ZeroConfig` fields that `Choice` has under a shorter name."""
 
+_BUCKET = str(ZeroConfig.bucket_bytes)
+
 _NOWHERE = "nvme"
 """Path in a config that was planned for no folder in particular."""
 
@@ -238,6 +240,8 @@ def _task(  # noqa: PLR0913, PLR0917 - the parts of a task
         "nvme_path", tuple(map(str, paths)) if len(paths) > 1 else str(*paths or (_NOWHERE,))
     )
     element = _element(source.model)
+    wire = _bytes_of(settings.get("reduce_dtype")) or 4
+    bucket = parse_bytes(settings.get("bucket_bytes", _BUCKET), "bucket_bytes")
     return Task(
         model=dry,
         load=Load(
@@ -245,12 +249,13 @@ def _task(  # noqa: PLR0913, PLR0917 - the parts of a task
             parameters=dry.parameters,
             element=element,
             gradient=_bytes_of(settings.get("gradient_dtype")) or element,
-            wire=_bytes_of(settings.get("reduce_dtype")) or 4,
+            wire=wire,
             states=dry.states + 1,
             units=max(1, len(plan_units(source.model, persist_below=0).units)),
             accumulate=batch.accumulate,
             activity=_activity(source, dry, batch, inputs, element),
         ),
+        buffers=dry.sizes(bucket, wire),
         hardware=machine,
         limits=Limits.of(machine),
         settings=settings,

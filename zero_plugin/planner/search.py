@@ -14,7 +14,7 @@ from zero_plugin.config import Tier, ZeroConfig
 from zero_plugin.errors import BudgetError, ConfigError
 from zero_plugin.machine.hardware import Hardware
 from zero_plugin.planner.cost import Choice, Load, Price, price
-from zero_plugin.planner.dry import DryModel, Footprint
+from zero_plugin.planner.dry import BufferSizes, DryModel, Footprint
 from zero_plugin.planner.simulate import simulate
 
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
@@ -91,6 +91,7 @@ class Task:
     Attributes:
         model: to ask for bytes.
         load: to ask for seconds.
+        buffers: sizes of the model's parts.
         hardware: sizes and rates.
         limits: bytes that may be taken.
         settings: `ZeroConfig` fields that every placement shares (paths, dtypes, pinned choices).
@@ -102,6 +103,7 @@ class Task:
 
     model: DryModel
     load: Load
+    buffers: BufferSizes
     hardware: Hardware
     limits: Limits
     settings: Mapping[str, Any]
@@ -165,7 +167,7 @@ def _is_sensible(choice: Choice, task: Task) -> bool:
 
 
 def estimate(choice: Choice, task: Task) -> dict[str, float]:
-    """Bytes of the states alone on one rank: what a placement takes at least."""
+    """Bytes of the states and of the largest buffers on one rank: what a placement takes at least, or nearly."""
     load, ranks = task.load, task.hardware.world_size
     own = load.trainable / (ranks if choice.stage >= 1 else 1)
     found: dict[str, float] = dict.fromkeys(TIERS, 0.0)
@@ -174,8 +176,25 @@ def estimate(choice: Choice, task: Task) -> dict[str, float]:
     aliased = load.element == 4 and choice.optimizer == choice.params != "nvme"
     found[choice.optimizer] += (4 * (load.states - aliased) - 2 * choice.split) * own
     found[choice.gradients] += load.gradient * own
+    found["device"] += _buffers(choice, task)
     for tier, nbytes in activation_bytes(choice, load).items():
         found[tier] += nbytes
+    return found
+
+
+def _buffers(choice: Choice, task: Task) -> float:
+    """Device buffers of the largest block: two to reduce and publish in, and at stage 3 as many as a unit has blocks to gather in."""
+    sizes, load, ranks = task.buffers, task.load, task.hardware.world_size
+    found = float(sizes.two_blocks)
+    shards = ranks if choice.stage >= 1 else 1
+    if choice.stage == 3:
+        found += sizes.unit * (1 + min(1, choice.prefetch))
+    if ranks == 1:
+        return found
+    found += 2 * sizes.largest * (max(load.wire, load.element) + 4 / shards)
+    if choice.stage == 3:
+        own = 0 if choice.params == "device" else 1 / shards
+        found += sizes.blocks_in_unit * sizes.largest * load.element * (1 + own)
     return found
 
 
