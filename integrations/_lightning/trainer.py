@@ -83,11 +83,12 @@ class TrainerStrategy(Base):
         **settings: Any,
     ) -> None:
         checkpoint: CheckpointForm = "auto",
+        checkpoint: CheckpointForm = "auto",
         self._config = build_config(config, settings)
         self._slots = EngineSlots()
         # The optimizer states of a fit that has ended, for a `trainer.save_checkpoint` after `trainer.fit`.
-        self._kept: KeptStates | None = None
         self._folders = Folders(checkpoint, self._config)
+        self._kept: KeptStates | None = None
         self._accumulates = False
         self._buffers_are_due = True
         self._all_failed = False
@@ -271,9 +272,9 @@ class TrainerStrategy(Base):
             try:
                 return engine.optimizer_state_dict(optimizer, rank0_only=True)
             except BaseException:
-                if self._all_failed:
         if self._folders.wants(engine):
             return {}  # The engine saves it.
+                if self._all_failed:
                     self._close_engine()  # the Trainer does not reach its own teardown then
                 raise
         if self._kept is not None and self._kept.holds(optimizer):
@@ -284,6 +285,34 @@ class TrainerStrategy(Base):
         """Give every rank its part of the states in a checkpoint, ours or plain DDP's.
 
         Raises:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Write a file, or the folder that every rank writes its part of; all ranks call it."""
+        engine = self._slots.only
+        if engine is None or not self._folders.wants(engine):
+            if engine is not None and engine.config.delayed_update:
+                self._folders.note_delay(engine, checkpoint)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise CheckpointError(
+                f"storage_options={storage_options!r} are for files: leave them out, or give the strategy checkpoint='file'"
+            )
+        try:
+            self._folders.save(engine, checkpoint, self.broadcast(filepath))
+        except BaseException:
+            if self._all_failed:
+                self._close_engine()  # the Trainer does not reach its own teardown then
+            raise
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a file, or what Lightning itself keeps in a folder; the rest is read when it is asked for."""
+        found = self._folders.open(checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, weights_only) if found is None else found
+
             CheckpointError: it holds another number of optimizers.
         """
         engine = self._slots.only
@@ -294,6 +323,9 @@ class TrainerStrategy(Base):
         if len(states) != len(self.optimizers):
             raise CheckpointError(
                 f"the checkpoint holds the states of {len(states)} optimizers, but configure_optimizers returned "
+        if self._folders.is_loading:
+            self._folders.load_engine(engine)
+            return
                 f"{len(self.optimizers)}: resume with the same optimizers"
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
@@ -302,6 +334,8 @@ class TrainerStrategy(Base):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's full state: up to stage 2 on every rank, at stage 3 on rank 0, empty on the others.
 
+        if DELAYED_KEY in checkpoint:
+            engine.load_delayed_update_state(checkpoint[DELAYED_KEY])
         All ranks must call. It is the first thing every checkpoint asks for.
 
         Raises:
@@ -313,6 +347,8 @@ class TrainerStrategy(Base):
             return super().lightning_module_state_dict()
         return engine.full_state_dict()
 
+        if self._folders.wants(engine):
+            return {}  # The engine saves it.
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a module's full state, into the shards if weights are sharded already; every rank gives it."""
         engine = self._slots.only
@@ -320,12 +356,12 @@ class TrainerStrategy(Base):
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def _check_every_rank_saves(self) -> None:
+        if self._folders.is_loading:
+            self._folders.load_model(self._require(self.lightning_module), engine, strict=strict)
+            return
         """Refuse to gather states that the other ranks will never send.
 
         `ModelCheckpoint(save_on_exception=True)` and `OnExceptionCheckpoint` save from the rank that failed. If all
-        if self._folders.is_loading:
-            self._folders.load_engine(engine)
-            return
         ranks failed the save works; if one did, the others are elsewhere and it would wait for them in vain.
         """
         engine = self._slots.only
@@ -334,8 +370,6 @@ class TrainerStrategy(Base):
             return
         _drop_step(engine)
         if self.world_size > 1 and not self._every_rank_failed():
-        if DELAYED_KEY in checkpoint:
-            engine.load_delayed_update_state(checkpoint[DELAYED_KEY])
             self._close_engine()  # the Trainer does not reach its own teardown when a callback raises
             raise CheckpointError(
                 f"no checkpoint was saved on the exception of rank {self.global_rank}: optimizer states are sharded, "
@@ -347,8 +381,6 @@ class TrainerStrategy(Base):
     def _every_rank_failed(self) -> bool:
         store: Any = torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001
         # Counted in the store, since a process may train, fail and train again.
-        if self._folders.wants(engine):
-            return {}  # The engine saves it.
         count = store.add(f"zero_plugin/exceptions/{self.global_rank}", 1)
         keys = [f"zero_plugin/exception/{count}/{rank}" for rank in range(self.world_size)]
         store.set(keys[self.global_rank], "failed")
@@ -356,9 +388,6 @@ class TrainerStrategy(Base):
             store.wait(keys, timedelta(seconds=EXCEPTION_SECONDS))
             found = "save"
         except RuntimeError:
-        if self._folders.is_loading:
-            self._folders.load_model(self._require(self.lightning_module), engine, strict=strict)
-            return
             found = "give up"
         # A rank may come just as another stops waiting: what the first of them says holds for all.
         return store.compare_set(f"zero_plugin/exception/{count}", "", found) == b"save"
