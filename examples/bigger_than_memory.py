@@ -2,8 +2,9 @@
 
     python examples/bigger_than_memory.py --parameters 1e9 --host-memory 2GiB --nvme /path/on/a/fast/disk
 
-The model has random weights and learns synthetic tokens. 16 bytes of disk are needed for each parameter (bf16 weights 2,
-bf16 gradients 2, fp32 master weights and AdamW moments 12); memory holds a few layers and buffers. `--rlimit` has the
+The model has random weights and learns synthetic tokens. 14 bytes of disk are needed for each parameter (bf16 weights 2,
+bf16 gradients 2, the rest of the fp32 master weights 2, AdamW moments 8), or 16 with `--whole-master`; memory holds a few
+layers and buffers. `--rlimit` has the
 system enforce the budget (RLIMIT_DATA), `--plain` trains the same model with plain PyTorch, which needs 16 bytes of
 *memory* for each parameter.
 """
@@ -14,6 +15,7 @@ import argparse
 import contextlib
 import ctypes
 import json
+import math
 import resource
 import shutil
 import sys
@@ -36,8 +38,16 @@ import zero_plugin
 from zero_plugin.config import parse_bytes
 from zero_plugin.errors import BudgetError, ZeroError
 
-DISK_BYTES = {"weights (bf16)": 2, "gradients (bf16)": 2, "master and moments (fp32)": 12}
-"""Bytes of disk for each parameter."""
+DISK_BYTES = {
+    "weights (bf16)": 2,
+    "gradients (bf16)": 2,
+    "remainder of the master": 2,
+    "moments (fp32)": 8,
+}
+"""Bytes of disk for each parameter, its master split from its weight."""
+
+WHOLE_BYTES = {"weights (bf16)": 2, "gradients (bf16)": 2, "master and moments (fp32)": 12}
+"""The same with masters of their own."""
 
 SPARE_DISK = 0.02
 """Share of the states that alignment and file systems may take on top."""
@@ -95,40 +105,60 @@ def choose_shape(parameters: float, vocabulary: int) -> Shape:
     return Shape(width=width, inner=inner, layers=layers, heads=one.heads, vocabulary=vocabulary)
 
 
-class Product(torch.autograd.Function):
-    """`F.linear` without bias, whose backward takes the transposed weight in order.
+class Wide:
+    """Memory for fp32 numbers that are needed for the time of one product."""
 
-    On processors without bf16 instructions torch multiplies bf16 matrices that are not in this order up to a hundred times
-    slower. The copy is of one weight.
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def empty(self, *shape: int) -> Tensor:
+        """A tensor of this shape, in the memory that the last one was in."""
+        numel = math.prod(shape)
+        if self._memory.numel() < numel:
+            self._memory = torch.empty(numel, dtype=torch.float32)
+        return self._memory[:numel].view(shape)
+
+    def copy(self, weight: Tensor) -> Tensor:
+        """A weight in fp32, until the next call."""
+        return self.empty(*weight.shape).copy_(weight)
+
+
+class Product(torch.autograd.Function):
+    """`F.linear` without bias on bf16 tensors, the products made and summed in fp32.
+
+    On processors without bf16 instructions torch's own takes several times as long, in some orders a hundred times.
     """
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, wide: Wide) -> Tensor:
         """[..., inputs] to [..., outputs]."""
         ctx.save_for_backward(inputs, weight)
-        return F.linear(inputs, weight)
+        ctx.wide = wide
+        return F.linear(inputs.float(), wide.copy(weight)).to(inputs.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         """Gradients of input and weight."""
         inputs, weight = ctx.saved_tensors
-        (gradient,) = gradients
-        flat = gradient.reshape(-1, gradient.shape[-1])
-        of_inputs = F.linear(gradient, weight.t().contiguous())
-        return of_inputs, flat.t() @ inputs.reshape(-1, inputs.shape[-1])
+        gradient = gradients[0].float()
+        of_inputs = (gradient @ ctx.wide.copy(weight)).to(inputs.dtype)
+        flat, seen = gradient.flatten(0, -2), inputs.float().flatten(0, -2)
+        of_weight = torch.mm(flat.t(), seen, out=ctx.wide.empty(*weight.shape))
+        return of_inputs, of_weight.to(weight.dtype), None
 
 
 class Linear(nn.Linear):
     """A linear layer without bias."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, wide: Wide) -> None:
         super().__init__(inputs, outputs, bias=False)
+        self.wide = wide
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         """[..., inputs] to [..., outputs]."""
         if torch.is_autocast_enabled("cpu"):
             return super().forward(input)
-        return Product.apply(input, self.weight)
+        return Product.apply(input, self.weight, self.wide)
 
 
 class Embedding(nn.Embedding):
@@ -142,18 +172,18 @@ class Embedding(nn.Embedding):
 class Layer(nn.Module):
     """Attention with rotary positions, and a gated feed-forward layer, each behind an RMS norm."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, wide: Wide) -> None:
         super().__init__()
         self.heads = shape.heads
         self.before_attention = nn.RMSNorm(shape.width, eps=1e-5)
-        self.query = Linear(shape.width, shape.width)
-        self.key = Linear(shape.width, shape.width)
-        self.value = Linear(shape.width, shape.width)
-        self.output = Linear(shape.width, shape.width)
+        self.query = Linear(shape.width, shape.width, wide)
+        self.key = Linear(shape.width, shape.width, wide)
+        self.value = Linear(shape.width, shape.width, wide)
+        self.output = Linear(shape.width, shape.width, wide)
         self.before_inner = nn.RMSNorm(shape.width, eps=1e-5)
-        self.gate = Linear(shape.width, shape.inner)
-        self.up = Linear(shape.width, shape.inner)
-        self.down = Linear(shape.inner, shape.width)
+        self.gate = Linear(shape.width, shape.inner, wide)
+        self.up = Linear(shape.width, shape.inner, wide)
+        self.down = Linear(shape.inner, shape.width, wide)
 
     def forward(self, hidden: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """[batch, tokens, width] to the same."""
@@ -193,9 +223,10 @@ class Llama(nn.Module):
         self.shape = shape
         self.loss_bytes = loss_bytes
         self.embedding = Embedding(shape.vocabulary, shape.width)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        wide = Wide()
+        self.layers = nn.ModuleList(Layer(shape, wide) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width, eps=1e-5)
-        self.head = Linear(shape.width, shape.vocabulary)
+        self.head = Linear(shape.width, shape.vocabulary, wide)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Mean cross-entropy of predicting each of `tokens` [batch, tokens + 1] from those before it."""
@@ -266,20 +297,23 @@ def divide(budget: int, taken: int) -> Sizes:
     )
 
 
-def check_disk(folder: Path, parameters: int) -> None:
+def check_disk(folder: Path, parameters: int, kinds: dict[str, int]) -> None:
     """Refuse what the disk cannot hold, before anything is built.
+
+    Args:
+        folder: on that disk.
+        parameters: of the model.
+        kinds: bytes for each parameter, by kind.
 
     Raises:
         SystemExit: there is no such folder, or too little room in it.
     """
     if not folder.is_dir():
         raise SystemExit(f"--nvme {folder}: there is no such folder; make one on a fast local disk")
-    need = int(parameters * sum(DISK_BYTES.values()) * (1 + SPARE_DISK))
+    need = int(parameters * sum(kinds.values()) * (1 + SPARE_DISK))
     free = shutil.disk_usage(folder).free
     if need > free:
-        parts = ", ".join(
-            f"{name} {parameters * n / 1e9:,.1f} GB" for name, n in DISK_BYTES.items()
-        )
+        parts = ", ".join(f"{name} {parameters * n / 1e9:,.1f} GB" for name, n in kinds.items())
         raise SystemExit(
             f"--nvme {folder} has {free / 1e9:,.1f} GB free and {parameters:,} parameters need {need / 1e9:,.1f} GB "
             f"({parts}): free some, name another disk, or choose fewer --parameters"
@@ -400,6 +434,7 @@ class Record:
     busy: dict[str, float] = field(default_factory=dict[str, float])
     peak_resident: int = 0
     budget: int = 0
+    state_bytes: int = 0
 
 
 def build(shape: Shape, loss_bytes: int) -> Llama:
@@ -444,6 +479,7 @@ def train(options: argparse.Namespace, shape: Shape, sizes: Sizes, trace: Path) 
         gradients="nvme",
         optimizer="nvme",
         activations=options.activations,
+        split_master=not options.whole_master,
         nvme_path=options.nvme,
         nvme_buffer_bytes=sizes.buffer,
         bucket_bytes=sizes.bucket,
@@ -472,9 +508,10 @@ def train(options: argparse.Namespace, shape: Shape, sizes: Sizes, trace: Path) 
         ledger = engine.ledger()
         return ledger["nvme_read"] + ledger["nvme_write"]
 
-    updated = (
-        shape.parameters * (2 + 12 + 12 + 2) / MB
-    )  # gradient in, states in and out, weights out
+    record.state_bytes = shape.parameters * sum(kinds_of(options).values())
+    # Gradient in, states in and out, and weights; these in and out where they are half of the master.
+    both_ways = 12
+    updated = shape.parameters * (2 + 2 * both_ways + 2 * options.whole_master) / MB
     with engine, Meter(moved) as meter:
         for layer in model.layers:
             layer.register_forward_hook(meter.advance)
@@ -496,6 +533,11 @@ def train(options: argparse.Namespace, shape: Shape, sizes: Sizes, trace: Path) 
     record.busy = busy_seconds(trace)
     record.peak_resident = peak_resident()
     return record
+
+
+def kinds_of(options: argparse.Namespace) -> dict[str, int]:
+    """Bytes of disk for each parameter, by kind."""
+    return WHOLE_BYTES if options.whole_master else DISK_BYTES
 
 
 @contextmanager
@@ -548,10 +590,9 @@ def report(record: Record) -> str:
     for name, value in sorted(record.busy.items(), key=lambda item: -item[1]):
         if value >= 0.05:
             lines.append(f"  {name:<32}{value:>9.1f}")
-    states = record.parameters * sum(DISK_BYTES.values())
     lines += [
         "",
-        f"states        {states / MB:>12,.0f} MB ({record.parameters:,} parameters)",
+        f"states        {record.state_bytes / MB:>12,.0f} MB ({record.parameters:,} parameters)",
         f"memory budget {record.budget / MB:>12,.0f} MB",
         f"peak resident {record.peak_resident / MB:>12,.0f} MB",
         f"loss          {' '.join(f'{value:.4f}' for value in record.loss)}",
@@ -612,6 +653,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="have the system refuse memory beyond the budget (RLIMIT_DATA; Linux)",
     )
     parser.add_argument(
+        "--whole-master", action="store_true", help="fp32 masters of their own, 2 bytes more each"
+    )
+    parser.add_argument(
         "--plain", action="store_true", help="plain PyTorch instead, every state in memory"
     )
     parser.add_argument("--output", type=Path, help="file for the numbers, as JSON")
@@ -628,7 +672,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     shape = choose_shape(options.parameters, options.vocabulary)
     if not options.plain:
-        check_disk(options.nvme, shape.parameters)
+        check_disk(options.nvme, shape.parameters, kinds_of(options))
     threading.stack_size(1 << 20)  # lanes need little, and the limit counts the stacks
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -637,7 +681,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (options.host_memory, options.host_memory))
     print(
         f"{shape.parameters:,} parameters: {shape.layers} layers, width {shape.width}, "
-        f"vocabulary {shape.vocabulary}; states {shape.parameters * 16 / 1e9:,.2f} GB, "
+        f"vocabulary {shape.vocabulary}; states "
+        f"{shape.parameters * (16 if options.plain else sum(kinds_of(options).values())) / 1e9:,.2f} GB, "
         f"memory budget {options.host_memory / 1e9:,.2f} GB"
         f"{' (enforced)' if options.rlimit else ''}",
         flush=True,

@@ -49,14 +49,16 @@ def test_it_trains_under_a_hard_limit_below_its_states(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     record: dict[str, Any] = json.loads(numbers.read_text())
     parameters = record["parameters"]
-    assert parameters * 16 > 2 * LIMIT
+    assert record["state_bytes"] == parameters * 14 > 1.7 * LIMIT
     assert record["loss"][1] < record["loss"][0]
     held = {tier: sum(kinds.values()) for tier, kinds in record["memory"].items()}
-    assert held["nvme"] >= parameters * 16
+    assert held["nvme"] >= parameters * 14
+    assert record["memory"]["nvme"]["master"] < 2.05 * parameters
     assert held["device"] + held["host"] < LIMIT
-    # Every step reads and writes each state, weights and gradients included.
-    assert record["moved"]["nvme_read"] >= 2 * 16 * parameters
-    assert record["moved"]["nvme_write"] >= 2 * 16 * parameters
+    # Every step reads and writes each state, weights and gradients included; weights also for forward and backward, where a
+    # part of them (the embedding's) is not needed.
+    assert record["moved"]["nvme_read"] >= 2 * (14 + 3) * parameters
+    assert record["moved"]["nvme_write"] >= 2 * 14 * parameters
     assert record["busy"]["update"] > 0
     for line in ("what lies where", "bytes moved", "seconds", "peak resident"):
         assert line in done.stdout
@@ -91,7 +93,7 @@ def test_the_shape_has_the_parameters_asked_for(
 def test_a_disk_without_room_is_refused_before_anything_is_built(
     example: SimpleNamespace, tmp_path: Path
 ) -> None:
-    with pytest.raises(SystemExit, match=r"GB free and .* parameters need .* GB .*master"):
+    with pytest.raises(SystemExit, match=r"GB free and .* parameters need .* GB .*moments"):
         example.main(["--nvme", str(tmp_path), "--parameters", "1e13"])
     assert not list(tmp_path.iterdir())
 
