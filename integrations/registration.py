@@ -19,8 +19,9 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "zero_3": {"stage": 3, "params": "device", "optimizer": "device", "gradients": "device"},
     "zero_3_offload": {"stage": 3, "params": "host", "optimizer": "host", "gradients": "host"},
     "zero_infinity": {"stage": 3, "params": "nvme", "optimizer": "nvme", "gradients": "nvme"},
+    "zero_auto": {"auto": True},
 }
-"""Registered name -> the `ZeroConfig` fields it stands for; every other field keeps its default."""
+"""Registered name -> the `ZeroConfig` fields it stands for; every other field keeps its default. `auto` has them planned."""
 
 DESCRIPTIONS: Mapping[str, str] = {
     "zero_1": "ZeRO stage 1: optimizer states sharded, on the device",
@@ -29,6 +30,7 @@ DESCRIPTIONS: Mapping[str, str] = {
     "zero_3": "ZeRO stage 3: parameters, optimizer states and gradients sharded, on the device",
     "zero_3_offload": "ZeRO stage 3 with the shards of parameters, optimizer states and gradients in host memory",
     "zero_infinity": "ZeRO-Infinity: stage 3 with all shards in files (needs nvme_path)",
+    "zero_auto": "the cheapest stage and tiers that fit, found when the fit begins (zero_plugin.plan)",
 }
 
 # module of the registry -> (its attribute, the module of our class for this framework, the class)

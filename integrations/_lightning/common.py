@@ -13,9 +13,10 @@ from zero_plugin.runtime.memory import available_host_bytes
 from zero_plugin.sharding.guard import ReleasedParameter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import nn
+    from torch.optim import Optimizer
 
     from zero_plugin.engine import ZeroEngine
 
@@ -121,6 +122,34 @@ def build_config(config: ZeroConfig | None, settings: Mapping[str, Any]) -> Zero
             f"a whole config and single settings ({', '.join(settings)}) were given: pass one or the other"
         )
     return config
+
+
+def take_auto(config: ZeroConfig | None, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The options of a plan, taken out of a strategy's settings where `auto=True` is among them; else None.
+
+    Raises:
+        ConfigError: a whole config was given too.
+    """
+    if not settings.pop("auto", False):
+        return None
+    if config is not None:
+        raise ConfigError("auto=True and a whole config were given: pass one or the other")
+    options = dict(settings)
+    settings.clear()
+    return options
+
+
+def plan_config(
+    model: nn.Module, optimizers: Sequence[Optimizer], options: Mapping[str, Any]
+) -> ZeroConfig:
+    """The settings of the cheapest placement that fits; all ranks call it.
+
+    Raises:
+        BudgetError: nothing fits.
+    """
+    from zero_plugin.planner.auto import auto_config
+
+    return auto_config(model, **{"rule": optimizers[0], **options})
 
 
 def config_for(config: ZeroConfig, precision: str) -> ZeroConfig:

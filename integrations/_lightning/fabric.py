@@ -20,10 +20,12 @@ from zero_plugin.integrations._lightning.common import (
     check_device_can,
     config_for,
     needs_process_group,
+    plan_config,
+    take_auto,
 )
+from zero_plugin.integrations._lightning.folders import ENGINE_KEYS, CheckpointForm, Folders
 
 if TYPE_CHECKING:
-from zero_plugin.integrations._lightning.folders import ENGINE_KEYS, CheckpointForm, Folders
     from contextlib import AbstractContextManager
 
     from lightning.fabric.plugins.precision import Precision
@@ -65,14 +67,15 @@ class FabricStrategy(Base):
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
         start_method: Any = "popen",
+        checkpoint: CheckpointForm = "auto",
         **settings: Any,
     ) -> None:
-        checkpoint: CheckpointForm = "auto",
+        self._auto = take_auto(config, settings)
         self._config = build_config(config, settings)
+        self._folders = Folders(checkpoint, self._config)
         self._slots = EngineSlots()
         # Modules of `setup_module`, whose engines are made when their optimizer comes.
         self._waiting: list[weakref.ref[nn.Module]] = []
-        self._folders = Folders(checkpoint, self._config)
         optional: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
         super().__init__(
             accelerator=accelerator,
@@ -129,6 +132,8 @@ class FabricStrategy(Base):
         return module, optimizers, scheduler
 
     def _make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
+        if self._auto is not None:
+            self._config = plan_config(module, optimizers, self._auto)
         config = config_for(self._config, str(self.precision.precision))
         engine = ZeroEngine(module, optimizers, config)
         self._waiting = [item for item in self._waiting if item() not in (None, module)]
@@ -214,11 +219,6 @@ class FabricStrategy(Base):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The full state of a module or of a part of it; all ranks must call.
-
-        Up to stage 2 on every rank, at stage 3 on rank 0, empty on the others.
-        """
     def save_checkpoint(
         self,
         path: Any,
@@ -292,6 +292,11 @@ class FabricStrategy(Base):
             "checkpoint='file'"
         )
 
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The full state of a module or of a part of it; all ranks must call.
+
+        Up to stage 2 on every rank, at stage 3 on rank 0, empty on the others.
+        """
         found = self._engine_and_place(module)
         if found is None or not found[0].config.shards_parameters:
             return super().get_module_state_dict(module)
@@ -369,11 +374,11 @@ def _holds_all(module: nn.Module, optimizer: Optimizer) -> bool:
     return all(id(p) in held for group in optimizer.param_groups for p in group["params"])
 
 
-def _close_all(slots: EngineSlots) -> None:
-    while slots.engines:
-        slots.engines.pop().close()
 def _is_of(value: object, engine: ZeroEngine) -> bool:
     """Whether a value is an engine's module or one of its optimizers."""
     return value is engine.model or any(value is optimizer for optimizer in engine.optimizers)
 
 
+def _close_all(slots: EngineSlots) -> None:
+    while slots.engines:
+        slots.engines.pop().close()

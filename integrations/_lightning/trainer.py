@@ -23,10 +23,12 @@ from zero_plugin.integrations._lightning.common import (
     fits_in_host_memory,
     is_built_in_shards,
     needs_process_group,
+    plan_config,
+    take_auto,
 )
+from zero_plugin.integrations._lightning.folders import DELAYED_KEY, CheckpointForm, Folders
 
 if TYPE_CHECKING:
-from zero_plugin.integrations._lightning.folders import DELAYED_KEY, CheckpointForm, Folders
     from collections.abc import Callable, Generator, Mapping
 
     from lightning.pytorch import Trainer
@@ -80,14 +82,14 @@ class TrainerStrategy(Base):
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
         start_method: Any = "popen",
+        checkpoint: CheckpointForm = "auto",
         **settings: Any,
     ) -> None:
-        checkpoint: CheckpointForm = "auto",
-        checkpoint: CheckpointForm = "auto",
+        self._auto = take_auto(config, settings)
         self._config = build_config(config, settings)
+        self._folders = Folders(checkpoint, self._config)
         self._slots = EngineSlots()
         # The optimizer states of a fit that has ended, for a `trainer.save_checkpoint` after `trainer.fit`.
-        self._folders = Folders(checkpoint, self._config)
         self._kept: KeptStates | None = None
         self._accumulates = False
         self._buffers_are_due = True
@@ -183,6 +185,8 @@ class TrainerStrategy(Base):
             ):
                 self.configure_ddp()
             return
+        if self._auto is not None:
+            self._config = plan_config(model, optimizers, self._auto)
         config = config_for(self._config, str(self.precision_plugin.precision))
         if config.shards_parameters:
             connected: Any = trainer
@@ -268,12 +272,12 @@ class TrainerStrategy(Base):
         """The whole state in torch's format on rank 0, empty on the others; all ranks must call."""
         optimizer = _unwrap(optimizer)
         engine = self._slots.of(optimizer)
+        if self._folders.wants(engine):
+            return {}  # The engine saves it.
         if engine is not None:
             try:
                 return engine.optimizer_state_dict(optimizer, rank0_only=True)
             except BaseException:
-        if self._folders.wants(engine):
-            return {}  # The engine saves it.
                 if self._all_failed:
                     self._close_engine()  # the Trainer does not reach its own teardown then
                 raise
@@ -281,10 +285,6 @@ class TrainerStrategy(Base):
             return self._kept.state_dict(optimizer, rank0_only=True)
         return super().optimizer_state(optimizer)
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Give every rank its part of the states in a checkpoint, ours or plain DDP's.
-
-        Raises:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
@@ -313,29 +313,33 @@ class TrainerStrategy(Base):
         found = self._folders.open(checkpoint_path)
         return super().load_checkpoint(checkpoint_path, weights_only) if found is None else found
 
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give every rank its part of the states in a checkpoint, ours or plain DDP's.
+
+        Raises:
             CheckpointError: it holds another number of optimizers.
         """
         engine = self._slots.only
         if engine is None:
             super().load_optimizer_state_dict(checkpoint)
             return
+        if self._folders.is_loading:
+            self._folders.load_engine(engine)
+            return
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
             raise CheckpointError(
                 f"the checkpoint holds the states of {len(states)} optimizers, but configure_optimizers returned "
-        if self._folders.is_loading:
-            self._folders.load_engine(engine)
-            return
                 f"{len(self.optimizers)}: resume with the same optimizers"
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             engine.load_optimizer_state_dict(_unwrap(optimizer), state)
+        if DELAYED_KEY in checkpoint:
+            engine.load_delayed_update_state(checkpoint[DELAYED_KEY])
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's full state: up to stage 2 on every rank, at stage 3 on rank 0, empty on the others.
 
-        if DELAYED_KEY in checkpoint:
-            engine.load_delayed_update_state(checkpoint[DELAYED_KEY])
         All ranks must call. It is the first thing every checkpoint asks for.
 
         Raises:
@@ -343,22 +347,22 @@ class TrainerStrategy(Base):
         """
         engine = self._slots.only
         self._check_every_rank_saves()
+        if self._folders.wants(engine):
+            return {}  # The engine saves it.
         if engine is None or not engine.config.shards_parameters:
             return super().lightning_module_state_dict()
         return engine.full_state_dict()
 
-        if self._folders.wants(engine):
-            return {}  # The engine saves it.
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a module's full state, into the shards if weights are sharded already; every rank gives it."""
         engine = self._slots.only
+        if self._folders.is_loading:
+            self._folders.load_model(self._require(self.lightning_module), engine, strict=strict)
+            return
         with nullcontext() if engine is None else engine.full_params(writeback=True):
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def _check_every_rank_saves(self) -> None:
-        if self._folders.is_loading:
-            self._folders.load_model(self._require(self.lightning_module), engine, strict=strict)
-            return
         """Refuse to gather states that the other ranks will never send.
 
         `ModelCheckpoint(save_on_exception=True)` and `OnExceptionCheckpoint` save from the rank that failed. If all

@@ -121,7 +121,9 @@ def test_a_run_that_does_not_ask_for_us_behaves_the_same(
 
 def test_names_stand_for_exact_configs() -> None:
     configs = {
-        name: ZeroConfig(**fields) for name, fields in STRATEGIES.items() if name != "zero_infinity"
+        name: ZeroConfig(**fields)
+        for name, fields in STRATEGIES.items()
+        if name not in ("zero_infinity", "zero_auto")
     }
     assert configs == {
         "zero_1": ZeroConfig(stage=1, optimizer="device", gradients="device"),
