@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 import math
+from collections import OrderedDict
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -186,11 +187,12 @@ class ZeroAccelerator(Base):
         if isinstance(engine.model, Together):
             number = next(n for n, item in enumerate(models_of(engine)) if item is original(model))
             prefix = f"models.{number}."
-        return {
-            name.removeprefix(prefix): value
+        # Ordered as torch's own, by which Accelerate knows a state dict in which tied weights are to be written once.
+        return OrderedDict(
+            (name.removeprefix(prefix), value)
             for name, value in engine.full_state_dict().items()
             if name.startswith(prefix)
-        }
+        )
 
     def save_state(
         self,
