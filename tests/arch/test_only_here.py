@@ -93,7 +93,7 @@ RULES = [
     Rule(
         "torch.distributed",
         uses_of("torch.distributed"),
-        ("zero_plugin/sharding/group.py", "integrations"),
+        ("zero_plugin/sharding/group.py", "zero_plugin/checkpoint/dcp.py", "integrations"),
     ),
     Rule("hook", is_hook, ("zero_plugin/sharding/hooks.py",)),
     Rule(

@@ -17,6 +17,7 @@ from zero_plugin.checkpoint.shardfile import Part, whole
 from zero_plugin.checkpoint.source import Holdings, buffer_parts, state_kinds
 from zero_plugin.config import ZeroConfig
 from zero_plugin.errors import CheckpointError
+from zero_plugin.optim.plan import BlockPlan
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -48,6 +49,7 @@ def capture(  # noqa: PLR0913 - what is saved, and what it depends on
     pending: Sequence[Mapping[str, Any]],
     extra: Any,
     optimizer: bool,
+    ahead: Sequence[tuple[BlockPlan, Tensor]] = (),
 ) -> Capture:
     """Look at everything, copy what is small, and say where the rest is read.
 
@@ -60,6 +62,7 @@ def capture(  # noqa: PLR0913 - what is saved, and what it depends on
             ahead of their compute weights.
         extra: the user's own nest, rank 0's.
         optimizer: whether masters and optimizer states are saved; else compute weights only.
+        ahead: without them, the new weights that are not shown yet, which are saved instead of the present ones.
 
     Raises:
         CheckpointError: something cannot be kept in a checkpoint.
@@ -94,7 +97,9 @@ def capture(  # noqa: PLR0913 - what is saved, and what it depends on
         first, parts = holdings.state_parts()
         volatile += [*first, *(holdings.weight_parts(held) if held else [])]
     else:
-        volatile += holdings.weight_parts()
+        newer = {plan.block.parameters[i].name for plan, _ in ahead for i in plan.positions}
+        volatile += holdings.weight_parts(holdings.managed_names - newer)
+        volatile += holdings.ahead_parts(ahead)
     for part in (*volatile, *parts):
         if part.dtype not in DTYPES:
             raise CheckpointError(

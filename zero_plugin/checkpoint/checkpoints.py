@@ -76,9 +76,10 @@ class Checkpoints:
                     config=self._config,
                     device=self._device,
                     counters=self._counters(),
-                    pending=self._delayed.state_dict(),
+                    pending=self._delayed.state_dict() if optimizer else (),
                     extra=extra,
                     optimizer=optimizer,
+                    ahead=() if optimizer else self._delayed.held_chunks(),
                 )
             except Exception as error:  # noqa: BLE001 - raised on every rank by `finish`
                 save.fail(error)
@@ -91,23 +92,35 @@ class Checkpoints:
             save.finish()
 
     def load(
-        self, directory: str | Path, *, strict: bool = True, random_states: bool = True
+        self,
+        directory: str | Path,
+        *,
+        strict: bool = True,
+        random_states: bool = True,
+        weights_only: bool = False,
     ) -> Any:
         """See `ZeroEngine.load_checkpoint`."""
         self.settle()
         with untraced(), torch.inference_mode(mode=False), torch.no_grad():
             self._import_weights()
-            load = Load(self._holdings, self._control, Path(directory), strict=strict)
+            load = Load(
+                self._holdings,
+                self._control,
+                Path(directory),
+                strict=strict,
+                weights_only=weights_only,
+            )
             load.check()
             for number in range(len(self._holdings.states)):
                 self._delayed.forget_held(number)
             load.fill(self._delayed)
             counters = load.counters()
-            self._nonfinite.scaler.load_state_dict(counters["loss_scale"])
-            self._nonfinite.skipped_steps = counters["skipped_steps"]
+            if counters and not weights_only:
+                self._nonfinite.scaler.load_state_dict(counters["loss_scale"])
+                self._nonfinite.skipped_steps = counters["skipped_steps"]
             self._holdings.roster.note_published(self._holdings.roster.members)
             extra = load.extra()
-            if random_states:
+            if random_states and not weights_only:
                 load.restore_random_states(self._device)
             load.close()
             return extra

@@ -1,4 +1,4 @@
-"""`zero-plugin checkpoint`: look at a checkpoint, check it, and export it. Needs no GPU and no training script."""
+"""`zero-plugin checkpoint`: look at a checkpoint, check it, export it, or make one from another system's. Needs no GPU and no training script."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from zero_plugin.checkpoint.export import Form
     from zero_plugin.cli import Say
 
+_SOURCES = ("auto", "torch", "hf", "lightning", "deepspeed", "dcp")
 _DTYPES = ("fp32", "bf16", "fp16")
 
 
@@ -31,6 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="hf",
         help="hf: a folder for from_pretrained; torch: a state dict; lightning: a file for load_from_checkpoint",
     )
+    take = actions.add_parser(
+        "import",
+        help="make a checkpoint from another system's: torch, HF, Lightning, DeepSpeed, DCP",
+    )
+    take.add_argument("source", type=Path, help="a file or folder")
+    take.add_argument("directory", type=Path, help="the new checkpoint")
+    take.add_argument(
+        "--from", dest="kind", choices=_SOURCES, default="auto", help="what wrote it; auto looks"
+    )
+    take.add_argument("--trust", action="store_true", help="run the pickle in a DCP checkpoint")
     export.add_argument("--dtype", choices=_DTYPES, help="of the weights; as trained without it")
 
 
@@ -41,6 +52,13 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
         _inspect(directory, say, everything=arguments.all)
     elif arguments.action == "verify":
         _verify(directory, say)
+    elif arguments.action == "import":
+        from zero_plugin.checkpoint.imports import import_checkpoint
+
+        made = import_checkpoint(
+            arguments.source, directory, kind=arguments.kind, trust=arguments.trust
+        )
+        say(f"{made} can be loaded by engine.load_checkpoint")
     else:
         _export(arguments, say)
     return 0

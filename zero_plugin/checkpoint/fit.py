@@ -35,12 +35,13 @@ class Fit:
     left_out: list[str] = field(default_factory=list[str])
 
 
-def compare(catalog: Catalog, holdings: Holdings) -> Fit:
+def compare(catalog: Catalog, holdings: Holdings, *, weights_only: bool = False) -> Fit:
     """Compare names, shapes, optimizers and groups."""
     fit = Fit()
     _compare_weights(fit, catalog, holdings)
     _compare_buffers(fit, catalog, holdings)
-    _compare_optimizers(fit, catalog, holdings)
+    if not weights_only:
+        _compare_optimizers(fit, catalog, holdings)
     return fit
 
 
@@ -75,7 +76,8 @@ def _compare_weights(fit: Fit, catalog: Catalog, holdings: Holdings) -> None:
             )
         else:
             fit.weights.add(name)
-    tied = holdings.aliases()
+    # Another system's checkpoint does not say which of its tensors are buffers.
+    tied = {*holdings.aliases(), *holdings.rest()}
     fit.left_out += [
         f"the checkpoint's parameter {name!r} is not in the model"
         for name in saved
@@ -84,7 +86,8 @@ def _compare_weights(fit: Fit, catalog: Catalog, holdings: Holdings) -> None:
 
 
 def _compare_buffers(fit: Fit, catalog: Catalog, holdings: Holdings) -> None:
-    saved: Mapping[str, Any] = catalog.index["buffers"]
+    buffers: Mapping[str, Any] = catalog.index["buffers"]
+    saved = {**catalog.parameters, **buffers}
     own = {name: value for name, value in holdings.rest().items() if isinstance(value, Tensor)}
     for name, value in own.items():
         if name not in saved:
@@ -96,7 +99,9 @@ def _compare_buffers(fit: Fit, catalog: Catalog, holdings: Holdings) -> None:
         else:
             fit.buffers.add(name)
     fit.left_out += [
-        f"the checkpoint's buffer {name!r} is not in the model" for name in saved if name not in own
+        f"the checkpoint's buffer {name!r} is not in the model"
+        for name in buffers
+        if name not in own
     ]
 
 

@@ -13,11 +13,12 @@ from torch import Tensor
 from zero_plugin.checkpoint import random_states
 from zero_plugin.checkpoint.agreement import agree
 from zero_plugin.checkpoint.fit import Fit, compare, listed, refusal
-from zero_plugin.checkpoint.format import BUFFER, MASTER, STATE
+from zero_plugin.checkpoint.format import BUFFER, MASTER, STATE, WEIGHT
 from zero_plugin.checkpoint.index import Catalog
 from zero_plugin.checkpoint.shardfile import RangeReader, checksum_of
-from zero_plugin.checkpoint.source import Holdings, Target
+from zero_plugin.checkpoint.source import Holdings, Target, state_kinds
 from zero_plugin.errors import CheckpointError
+from zero_plugin.optim.plan import BlockPlan
 from zero_plugin.sharding.control import Control
 
 
@@ -26,6 +27,10 @@ class DelayedUpdate(Protocol):
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Of each optimizer: plain values; "held" names the parameters whose masters are ahead of their weights."""
+        ...
+
+    def held_chunks(self) -> list[tuple[BlockPlan, Tensor]]:
+        """Which members' new weights are not shown yet, and this rank's chunk with them."""
         ...
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
@@ -49,18 +54,33 @@ class Load:
         control: the ranks.
         directory: the checkpoint.
         strict: whether everything must fit.
+        weights_only: optimizer states begin anew.
     """
 
     def __init__(
-        self, holdings: Holdings, control: Control, directory: Path, *, strict: bool
+        self,
+        holdings: Holdings,
+        control: Control,
+        directory: Path,
+        *,
+        strict: bool,
+        weights_only: bool = False,
     ) -> None:
         self._holdings = holdings
         self._control = control
         self._directory = directory
         self._strict = strict
+        self._weights_only = weights_only
         self._reader = RangeReader()
         self._found: Catalog | None = None
         self._fit = Fit()
+        self._initial = {
+            member.name: dict(zip(state_kinds(states)[1:], fills, strict=False))
+            for states in holdings.states
+            for fills in (states.initial_fills(),)
+            for item in states.blocks.values()
+            for member in item.block.parameters
+        }
 
     @property
     def catalog(self) -> Catalog:
@@ -82,7 +102,7 @@ class Load:
 
         def look() -> None:
             self._found = Catalog.open(self._directory)
-            self._fit = compare(self._found, self._holdings)
+            self._fit = compare(self._found, self._holdings, weights_only=self._weights_only)
             if self._strict and self._fit.left_out:
                 raise refusal(self._fit, self._found)
 
@@ -141,7 +161,9 @@ class Load:
         """Give this rank the random states of the rank of its number; further ranks keep theirs."""
         rank, ranks = self._control.rank, self.catalog.index["ranks"]
         if rank < len(ranks):
-            random_states.restore(self.catalog.nest(ranks[rank]["random"], self._reader), device)
+            saved = self.catalog.nest(ranks[rank]["random"], self._reader)
+            if saved is not None:
+                random_states.restore(saved, device)
         if len(ranks) != self._control.size and rank == 0:
             logging.getLogger(__name__).warning(
                 "the checkpoint was saved by %d ranks and is loaded by %d: each rank has the random state of the saved rank of "
@@ -179,12 +201,21 @@ class Load:
         elif target.name in self._fit.states and catalog.has(target.kind, target.name):
             entry = catalog.entry(target.kind, target.name)
             catalog.fill(self._reader, entry, target.start, target.view)
+        elif target.name in self._fit.states or (
+            self._weights_only and target.name in self._fit.weights
+        ):
+            # A parameter that was never updated has no states where the checkpoint comes from.
+            target.view.fill_(self._initial[target.name].get(target.kind, 0.0))
 
     def _fill_members(self) -> None:
         """Step counts, and all states of optimizers without a compiled rule."""
         for states in self._holdings.states:
             for item in states.blocks.values():
                 for position, member in enumerate(item.block.parameters):
+                    if self._weights_only and member.name in self._fit.weights:
+                        states.set_step_count(member.index, 0)
+                        if item.foreign is not None:
+                            item.foreign.load(position, {})
                     if member.name not in self._fit.states:
                         continue
                     described = self.catalog.parameters[member.name]
@@ -207,7 +238,8 @@ class Load:
     def _fill_buffers(self) -> None:
         for name, value in self._holdings.rest().items():
             if name in self._fit.buffers and isinstance(value, Tensor):
-                value.copy_(self.catalog.tensor(BUFFER, name, self._reader))
+                kind = BUFFER if self.catalog.has(BUFFER, name) else WEIGHT
+                value.copy_(self.catalog.tensor(kind, name, self._reader))
         states = self.catalog.index["extra_states"]
         for prefix, module in self._holdings.model.named_modules():
             name = f"{prefix}.{'_extra_state'}".lstrip(".")

@@ -18,6 +18,7 @@ from zero_plugin.checkpoint.format import BUFFER, MASTER, STATE, WEIGHT, slice_n
 from zero_plugin.checkpoint.shardfile import Part, whole
 from zero_plugin.errors import EngineStateError
 from zero_plugin.optim.blocks import BlockStates
+from zero_plugin.optim.plan import BlockPlan
 from zero_plugin.optim.states import OptimizerStates
 from zero_plugin.optim.swap import Tile
 from zero_plugin.runtime.memory import allocate_host
@@ -105,6 +106,11 @@ class Holdings:
         """Whether the engine updates a parameter."""
         return id(parameter) in self._managed()
 
+    @property
+    def managed_names(self) -> set[str]:
+        """Names of the parameters that the engine updates."""
+        return {member.name for member in self.roster.members}
+
     # Saving ------------------------------------------------------------------------------------------------------
 
     def volatile_parts(self) -> list[Part]:
@@ -125,6 +131,20 @@ class Holdings:
     def weight_parts(self, names: Container[str] | None = None) -> list[Part]:
         """This rank's slices of the compute weights of managed parameters, of all or of some."""
         return [part for block in self.roster.blocks for part in self._weight_parts(block, names)]
+
+    def ahead_parts(self, ahead: Sequence[tuple[BlockPlan, Tensor]]) -> list[Part]:
+        """This rank's slices of new weights that are not shown yet, in place of the compute weights."""
+        parts: list[Part] = []
+        for plan, chunk in ahead:
+            block = plan.block
+            for position in plan.positions:
+                name, view = block.parameters[position].name, block.own_view(chunk, position)
+                if block.layout.shards == 1:
+                    parts += self._cut(WEIGHT, name, view)
+                elif view.numel():
+                    own = block.own_slice(position)
+                    parts.append(whole(slice_name(f"{WEIGHT}/{name}", own.start, own.stop), view))
+        return parts
 
     def state_parts(self) -> tuple[list[Part], list[Part]]:
         """This rank's slices of masters and optimizer states.

@@ -57,7 +57,12 @@ class SavesCheckpoints:
         )
 
     def load_checkpoint(
-        self, directory: str | Path, *, strict: bool = True, random_states: bool = True
+        self,
+        directory: str | Path,
+        *,
+        strict: bool = True,
+        random_states: bool = True,
+        weights_only: bool = False,
     ) -> Any:
         """Load what `save_checkpoint` saved, at any number of ranks, stage and placement; all ranks call it.
 
@@ -68,6 +73,7 @@ class SavesCheckpoints:
             strict: whether everything must fit; else what fits is loaded, and what was left out is logged as a warning.
             random_states: whether the random number generators of torch, Python and NumPy go on as saved. With another number of
                 ranks each rank takes the states of the saved rank of its number, and ranks beyond keep their own.
+            weights_only: load weights and buffers alone and begin anew: moments as at the start, step counts zero.
 
         Returns:
             The `extra` of the save.
@@ -76,7 +82,9 @@ class SavesCheckpoints:
             CheckpointError: on every rank, if one finds the checkpoint damaged, incomplete or unfit; nothing is changed then.
         """
         self._check_open("load_checkpoint")
-        return self._checkpoints.load(directory, strict=strict, random_states=random_states)
+        return self._checkpoints.load(
+            directory, strict=strict, random_states=random_states, weights_only=weights_only
+        )
 
     def _end_saves(self) -> None:
         """End an asynchronous save; an engine that never came up has none."""

@@ -100,6 +100,12 @@ class OptimizerStates:
         """Names of the element-wise states of an optimizer without a compiled rule."""
         return self._foreign_names
 
+    def initial_fills(self) -> tuple[float, ...]:
+        """The value that each state of a compiled rule begins with."""
+        if self.rule is None:
+            return ()
+        return tuple(self.rule.initial_state(self.optimizer.param_groups[0]))
+
     def step_count(self, index: int) -> int:
         """Updates that a member has had."""
         return self._steps[index]
@@ -287,6 +293,13 @@ class OptimizerStates:
             if here.master is not None:
                 destination.copy_(here.master)
 
+    def peek(self, block: Block, is_present: Callable[[int], bool]) -> StepPlan | None:
+        """What `plan` would say of one block now; None where its step would be refused or leave it alone."""
+        if self.rule is None or any(map(unsupported_option, self.optimizer.param_groups)):
+            return None
+        plan = self._plan([block], is_present)
+        return plan if plan.blocks else None
+
     def plan(self, is_present: Callable[[int], bool]) -> StepPlan:
         """Plan a step over the present parameters, and count it.
 
@@ -294,19 +307,21 @@ class OptimizerStates:
             OptimizerError: a group asks for an option the compiled rule lacks, set after the engine was built.
         """
         self.check_options()
-        group_of = self._group_numbers()
-        plan = plan_step(
-            [states.block for states in self.blocks.values()],
-            is_present=is_present,
-            step_of=lambda index: self._steps[index] + 1,
-            group_of=group_of,
-            groups=self.optimizer.param_groups,
-            rule=self.rule,
-        )
+        plan = self._plan([states.block for states in self.blocks.values()], is_present)
         for item in plan.blocks:
             for position in item.positions:
                 self._steps[item.block.parameters[position].index] += 1
         return plan
+
+    def _plan(self, blocks: Sequence[Block], is_present: Callable[[int], bool]) -> StepPlan:
+        return plan_step(
+            blocks,
+            is_present=is_present,
+            step_of=lambda index: self._steps[index] + 1,
+            group_of=self._group_numbers(),
+            groups=self.optimizer.param_groups,
+            rule=self.rule,
+        )
 
     def check_options(self) -> None:
         """Refuse options that were set after the rule was chosen and that it does not have.

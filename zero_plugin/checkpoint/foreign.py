@@ -1,0 +1,173 @@
+"""What another system's checkpoint holds, and one of ours written from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from zero_plugin.checkpoint.folder import PartialFolder
+from zero_plugin.checkpoint.format import (
+    BUFFER,
+    DTYPES,
+    INDEX,
+    MASTER,
+    STATE,
+    WEIGHT,
+    file_name,
+    seal_index,
+    slice_name,
+)
+from zero_plugin.checkpoint.index import complete, stamp
+from zero_plugin.checkpoint.shardfile import Part, header_of, pieces_of, whole, write_file
+from zero_plugin.errors import CheckpointError
+
+
+@dataclass(kw_only=True)
+class Found:
+    """What another system's checkpoint holds.
+
+    Attributes:
+        weights: by name; tied ones may be there twice.
+        masters: fp32, by name.
+        states: of each parameter, its optimizer states by torch's names.
+        steps: of each parameter, the updates it has had.
+        groups: param groups: names of the parameters, and options.
+        optimizer: name of the optimizer's class.
+        buffers: names in `weights` that are buffers.
+        extra: what else there is, plain values.
+    """
+
+    weights: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    masters: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    states: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
+    steps: dict[str, int] = field(default_factory=dict[str, int])
+    groups: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    optimizer: str = "AdamW"
+    buffers: set[str] = field(default_factory=set[str])
+    extra: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def write_found(found: Found, target: Path) -> Path:
+    """Write a checkpoint of one rank."""
+    aliases = find_aliases(found.weights)
+    parameters: dict[str, Any] = {}
+    parts: list[Part] = []
+    for name, weight in found.weights.items():
+        if name in aliases:
+            continue
+        if name in found.buffers:
+            parts.append(whole(slice_name(f"{BUFFER}/{name}", 0, weight.numel()), weight))
+            continue
+        parameters[name] = {
+            "shape": list(weight.shape),
+            "dtype": DTYPES[weight.dtype],
+            "trainable": name in found.states,
+        }
+        parts += _tensor_parts(found, name, weight, parameters[name])
+    content = {
+        **stamp(),
+        "world_size": 1,
+        "placement": {},
+        "parameters": parameters,
+        "aliases": aliases,
+        "buffers": {
+            name: {
+                "shape": list(found.weights[name].shape),
+                "dtype": DTYPES[found.weights[name].dtype],
+            }
+            for name in found.weights
+            if name in found.buffers
+        },
+        "extra_states": {},
+        "hf": None,
+        "optimizers": _optimizers(found),
+        "pending": [],
+        "counters": {},
+        "extra": found.extra,
+    }
+    partial = PartialFolder(target.absolute())
+    try:
+        name = file_name(0, 1)
+        written = write_file(
+            partial.path / name, header_of(parts, {}), pieces_of(parts), progress=lambda _: None
+        )
+        index = complete(content, {name: written}, partial.path, [{"random": None}])
+        with (partial.path / INDEX).open("xb") as file:
+            file.write(seal_index(index))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.commit()
+    except BaseException:
+        partial.discard()
+        raise
+    return target
+
+
+def _tensor_parts(found: Found, name: str, weight: Tensor, described: dict[str, Any]) -> list[Part]:
+    tensors = {MASTER if name in found.masters else WEIGHT: found.masters.get(name, weight)}
+    if any(name in group["parameters"] for group in found.groups):
+        described |= {"optimizer": 0, "step": found.steps.get(name, 0)}
+        # A master is fp32 in our format; a fp32 weight is its own.
+        tensors = {MASTER: found.masters.get(name, weight).float()}
+        tensors |= {STATE + key: value for key, value in found.states.get(name, {}).items()}
+    for kind, value in tensors.items():
+        if value.numel() != weight.numel():
+            raise CheckpointError(
+                f"{kind} of parameter {name!r} has {value.numel():,} elements, the weight has {weight.numel():,}: the checkpoint "
+                "is damaged, or of a version that is not known here"
+            )
+    return [
+        whole(slice_name(f"{kind}/{name}", 0, weight.numel()), value.reshape(-1))
+        for kind, value in tensors.items()
+        if weight.numel()
+    ]
+
+
+def _optimizers(found: Found) -> list[dict[str, Any]]:
+    if not found.states:
+        return []
+    names = sorted({key for item in found.states.values() for key in item})
+    return [
+        {
+            "class": found.optimizer,
+            "states": [STATE + name for name in names],
+            "groups": found.groups,
+        }
+    ]
+
+
+def find_aliases(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names whose tensors are the same memory as an earlier one's."""
+    first: dict[tuple[int, tuple[int, ...]], str] = {}
+    aliases: dict[str, str] = {}
+    for name, value in weights.items():
+        if not value.numel():
+            continue
+        key = (value.data_ptr(), tuple(value.shape))
+        if key in first:
+            aliases[name] = first[key]
+        else:
+            first[key] = name
+    return aliases
+
+
+def _plain(value: Any) -> Any:
+    """What of a param group's option JSON keeps."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else None
+    if isinstance(value, (list, tuple)):
+        return {"$tuple": [_plain(item) for item in value]}
+    return value if value is None or isinstance(value, (bool, int, float, str)) else None
+
+
+def describe_group(names: list[str], group: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group of the index."""
+    options = {
+        key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")
+    }
+    return {"parameters": names, "options": options}
