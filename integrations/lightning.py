@@ -14,15 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zero_plugin.integrations._lightning.fabric_lightning import FabricZeroOffloadStrategy
+    from zero_plugin.integrations._lightning.monitor_lightning import ZeroMonitor
     from zero_plugin.integrations._lightning.trainer_lightning import ZeroOffloadStrategy
 
-__all__ = ["FabricZeroOffloadStrategy", "ZeroOffloadStrategy"]
+__all__ = ["FabricZeroOffloadStrategy", "ZeroMonitor", "ZeroOffloadStrategy"]
 
 # name -> ((framework, module of our class), ...), the preferred one first
 _CHOICES: dict[str, tuple[tuple[str, str], ...]] = {
     "ZeroOffloadStrategy": (
         ("lightning.pytorch", "zero_plugin.integrations._lightning.trainer_lightning"),
         ("pytorch_lightning", "zero_plugin.integrations._lightning.trainer_pytorch_lightning"),
+    ),
+    "ZeroMonitor": (
+        ("lightning.pytorch", "zero_plugin.integrations._lightning.monitor_lightning"),
+        ("pytorch_lightning", "zero_plugin.integrations._lightning.monitor_pytorch_lightning"),
     ),
     "FabricZeroOffloadStrategy": (
         ("lightning.fabric", "zero_plugin.integrations._lightning.fabric_lightning"),

@@ -9,11 +9,13 @@ if TYPE_CHECKING:
     from zero_plugin.integrations._lightning.fabric_lightning_fabric import (
         FabricZeroOffloadStrategy,
     )
+    from zero_plugin.integrations._lightning.monitor_pytorch_lightning import ZeroMonitor
     from zero_plugin.integrations._lightning.trainer_pytorch_lightning import ZeroOffloadStrategy
 
-__all__ = ["FabricZeroOffloadStrategy", "ZeroOffloadStrategy"]
+__all__ = ["FabricZeroOffloadStrategy", "ZeroMonitor", "ZeroOffloadStrategy"]
 
 _MODULES = {
+    "ZeroMonitor": "zero_plugin.integrations._lightning.monitor_pytorch_lightning",
     "ZeroOffloadStrategy": "zero_plugin.integrations._lightning.trainer_pytorch_lightning",
     "FabricZeroOffloadStrategy": "zero_plugin.integrations._lightning.fabric_lightning_fabric",
 }

@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "bench": ("zero_plugin.integrations.bench", "measure this machine for the planner"),
     "doctor": ("zero_plugin.machine.doctor", "say what this machine and its packages can do"),
+    "report": ("zero_plugin.machine.report", "draw what a run left in a folder"),
 }
 """Name of a command: its module (a `Command`), loaded only when it is used, and a line of help."""
 

@@ -78,9 +78,10 @@ def fits(rank: int, size: int, home: str) -> dict[str, Any]:
     """In a rank: a fit and a Fabric step that plan for themselves, and a fit for which there is no room."""
     import lightning.pytorch as pl
     from lightning.fabric import Fabric
+    from lightning.pytorch.loggers import CSVLogger
     from support.lightning_runs import data, held_out, module_class, network
 
-    from zero_plugin.integrations.lightning import ZeroOffloadStrategy
+    from zero_plugin.integrations.lightning import ZeroMonitor, ZeroOffloadStrategy
 
     folder = Path(home)
     cache.cache_folder = lambda: folder
@@ -94,8 +95,11 @@ def fits(rank: int, size: int, home: str) -> dict[str, Any]:
         "enable_model_summary": False,
     }
     found: dict[str, Any] = {}
-    trainer = pl.Trainer(strategy="zero_auto", **options)
+    monitor = ZeroMonitor(folder / "run")
+    logger = CSVLogger(folder, flush_logs_every_n_steps=1)
+    trainer = pl.Trainer(strategy="zero_auto", callbacks=[monitor], **{**options, "logger": logger})
     trainer.fit(module_class(pl)(), data(), held_out())
+    found["logged"] = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0]
     found["steps"], found["config"] = trainer.global_step, trainer.strategy.config
     trainer = pl.Trainer(strategy=ZeroOffloadStrategy(auto=True, host=1000), **options)
     try:
@@ -128,6 +132,7 @@ def test_the_strategies_plan_when_they_are_set_up(measured: Path) -> None:
 
     (found,) = lightning_ranks(1, fits, str(measured / ".cache" / "zero_plugin"))
     assert found["steps"] == 2
+    assert {"zero/device_bytes", "zero/step_seconds"} <= set(found["logged"].split(","))
     assert found["config"].optimizer == found["fabric"].optimizer == "device"
     assert "lacking" in found["refused"]
     assert found["steps of the refused"] == 0

@@ -1,0 +1,11 @@
+"""`ZeroMonitor` of `pytorch_lightning`."""
+
+from __future__ import annotations
+
+from pytorch_lightning import Callback
+
+from zero_plugin.integrations._lightning.monitor import MonitorCallback
+
+
+class ZeroMonitor(MonitorCallback, Callback):
+    """Gives each step's tier bytes, moved bytes and seconds to the logger; see `MonitorCallback`."""

@@ -1,0 +1,68 @@
+"""Step figures and the report that draws them beside the timeline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support.models import gpt_batch, make_gpt
+from support.training import engine_for
+
+from zero_plugin import cli
+from zero_plugin.machine.figures import StepFigures, read_steps
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which a short run left its trace and its figures."""
+    folder = tmp_path_factory.mktemp("run")
+    model = make_gpt(torch.bfloat16, width=16)
+    with engine_for(model, trace=folder / "trace.json") as (engine, optimizer):
+        figures = StepFigures(engine, folder)
+        assert figures.summary() == "no step was taken"
+        for step in range(3):
+            engine.backward(model(gpt_batch(step)))
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.drain()
+            last = figures.step()
+        held = {tier: sum(kinds.values()) for tier, kinds in engine.memory().items()}
+        assert {tier: last[f"zero/{tier}_bytes"] for tier in held} == held
+        elements = sum(p.numel() for p in model.parameters())
+        # What a step moves: a bf16 gradient down for each parameter, padding aside.
+        assert 2 * elements <= last["zero/device_to_host"] <= 2.5 * elements
+        assert figures.summary().startswith("3 steps of ")
+    return folder
+
+
+def test_a_line_for_each_step(run: Path) -> None:
+    lines = read_steps(run / "zero-plugin-steps.rank0.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["zero/step_seconds"] > 0 for line in lines)
+
+
+def test_the_report_says_and_draws(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="the pictures are drawn with it")
+    assert cli.main(["report", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert "3 steps" in shown
+    assert "host: at most" in shown
+    assert "update" in shown
+    for name in ("zero-plugin-steps.rank0.png", "trace.png"):
+        assert (run / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_report_without_pictures(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text((run / "trace.json").read_text())
+    (tmp_path / "other.json").write_text(json.dumps({"no": "trace"}))
+    assert cli.main(["report", str(tmp_path), "--text"]) == 0
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_nothing_to_report_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "neither a trace" in capsys.readouterr().err
+    assert cli.main(["report", str(tmp_path / "absent")]) == 2
+    assert "is not a folder" in capsys.readouterr().err
