@@ -28,12 +28,13 @@ from torch import Tensor, nn
 
 from zero_plugin import ZeroConfig, ZeroEngine
 
-STAGES = (0, 1, 2)
+STAGES = (0, 1, 2, 3)
 
 
-def tail(model: nn.Module) -> dict[str, Tensor]:
+def tail(model: nn.Module, engine: ZeroEngine) -> dict[str, Tensor]:
     """Weights that may cross a process boundary."""
-    return {name: value.clone() for name, value in snapshot(model).items()}
+    with engine.full_params():
+        return {name: value.clone() for name, value in snapshot(model).items()}
 
 
 # 27: a trainable parameter that is never used -----------------------------------------------------------------------
@@ -46,7 +47,7 @@ def unused_branch(rank: int, size: int, stage: int) -> dict[str, Tensor]:
             engine.backward(mlp_loss(model, step, 0, rank=rank))
             optimizer.step()
             optimizer.zero_grad()
-    return tail(model)
+        return tail(model, engine)
 
 
 def averaged_plain(size: int, loss: Callable[[nn.Module, int, int], Tensor], model: Any) -> Any:
@@ -112,15 +113,16 @@ def borrowed(rank: int, size: int, stage: int) -> dict[str, Tensor]:
             engine.backward(mlp_loss(model, step, rank=rank))
             optimizer.step()
             optimizer.zero_grad()
-    return tail(model)
+        return tail(model, engine)
 
 
 @pytest.mark.dist
 def test_52_a_weight_used_outside_its_module_on_two_ranks() -> None:
     plain = averaged_plain(2, lambda m, step, rank: mlp_loss(m, step, rank=rank), make(Borrower))
-    for weights in ranks(2, borrowed, 2):
-        for name, value in plain.state_dict().items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-6, atol=1e-6)
+    for stage in (2, 3):
+        for weights in ranks(2, borrowed, stage):
+            for name, value in plain.state_dict().items():
+                torch.testing.assert_close(weights[name], value, rtol=1e-6, atol=1e-6)
 
 
 # 57, 58: clipping ---------------------------------------------------------------------------------------------------
@@ -142,7 +144,7 @@ def test_57_the_norm_is_real_and_from_before_clipping(stage: int) -> None:
         reported = engine.clip_grad_norm_(0.5)
         torch.testing.assert_close(reported, true, rtol=1e-6, atol=0)
         assert reported > 5
-        before = snapshot(ours)
+        before = tail(ours, engine)
         optimizer.step()
     moved = [
         (value - before[name]) / 0.125 + before[name] * 2.0**-6
@@ -248,7 +250,7 @@ def adapted(rank: int, size: int, stage: int) -> dict[str, Any]:
         }
         return {
             "saved": saved,
-            "weights": tail(model),
+            "weights": tail(model, engine),
             "master": held["master"],
             "states": len(optimizer.state_dict()["state"]),
         }
@@ -294,14 +296,14 @@ def saved(rank: int, size: int, stage: int) -> dict[str, Any]:
         file = io.BytesIO()
         torch.save(
             {
-                "model": model.state_dict(),
+                "model": tail(model, engine),
                 "full": engine.full_state_dict(),
                 "optimizer": optimizer.state_dict(),
                 "scaler": engine.loss_scale_state(),
             },
             file,
         )
-        return {"file": file.getvalue(), "own": tail(model)}
+        return {"file": file.getvalue(), "own": tail(model, engine)}
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.dist)])
@@ -356,7 +358,7 @@ def distilled(rank: int, size: int, stage: int) -> dict[str, Any]:
             for optimizer in (teacher_optimizer, student_optimizer):
                 optimizer.step()
                 optimizer.zero_grad()
-    return {"teacher": tail(teacher), "student": tail(student)}
+        return {"teacher": tail(teacher, first), "student": tail(student, second)}
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.dist)])
@@ -374,7 +376,11 @@ def test_67_teacher_and_student_in_one_process(size: int) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    outcomes = [distilled(0, 1, 2)] if size == 1 else ranks(size, distilled, 2)
+    outcomes = [
+        outcome
+        for stage in (2, 3)
+        for outcome in ([distilled(0, 1, stage)] if size == 1 else ranks(size, distilled, stage))
+    ]
     for outcome in outcomes:
         for key, model in (("teacher", teacher), ("student", student)):
             for name, value in model.state_dict().items():
@@ -416,7 +422,7 @@ def unsharded(rank: int, size: int) -> dict[str, Any]:
                 engine.backward(mlp_loss(model, step, rank=rank))
                 optimizer.step()
                 optimizer.zero_grad()
-        results[f"weights {stage}"] = tail(model)
+            results[f"weights {stage}"] = tail(model, engine)
     return results
 
 
