@@ -43,8 +43,13 @@ _METADATA: frozenset[Any] = frozenset(
         Tensor.element_size,
         Tensor.stride,
         Tensor.__len__,
+        torch._has_compatible_shallow_copy_type,  # what `module.to` asks of old and new
     }
 )
+_CONVERSIONS: frozenset[Any] = frozenset(
+    {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double}
+)
+_DATA: Any = Tensor.data
 
 
 class GradientSentinel(Tensor):
@@ -84,12 +89,23 @@ class GradientSentinel(Tensor):
             return sentinel
         if func in (Tensor.detach_, Tensor.requires_grad_):
             return sentinel
+        # `module.cpu()` converts gradients along with parameters; to what they are, that is nothing.
+        if func in _CONVERSIONS and sentinel.is_result_of(func, args[1:], kwargs or {}):
+            return sentinel
+        if func == _DATA.__set__ and args[1] is sentinel:
+            return None
         name = getattr(func, "__name__", str(func))
         raise GradientAccessError(
             f"the gradient of parameter {sentinel.owner!r} was used ({name}), but it is sharded and owned by the "
             "engine: clip with engine.clip_grad_norm_(max_norm) or the framework's own setting, and read averaged "
             "gradients inside `with engine.full_grads():`"
         )
+
+    def is_result_of(self, conversion: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a conversion leaves dtype and device what they are."""
+        probe = torch.empty(0, dtype=self.dtype, device=self.device)
+        after = conversion(probe, *args, **kwargs)
+        return after.dtype == probe.dtype and after.device == probe.device
 
     def __repr__(self, **_: Any) -> str:
         """Shape and owner; never values."""
