@@ -100,12 +100,16 @@ def capture(  # noqa: PLR0913 - what is saved, and what it depends on
         newer = {plan.block.parameters[i].name for plan, _ in ahead for i in plan.positions}
         volatile += holdings.weight_parts(holdings.managed_names - newer)
         volatile += holdings.ahead_parts(ahead)
-    for part in (*volatile, *parts):
+    _check_dtypes((*volatile, *parts))
+    return Capture(volatile=volatile, parts=parts, values=values, content=content)
+
+
+def _check_dtypes(parts: Sequence[Part]) -> None:
+    for part in parts:
         if part.dtype not in DTYPES:
             raise CheckpointError(
                 f"{part.name} has dtype {part.dtype}, which safetensors does not have: convert it, or leave it out"
             )
-    return Capture(volatile=volatile, parts=parts, values=values, content=content)
 
 
 def _placement(config: ZeroConfig) -> dict[str, Any]:
