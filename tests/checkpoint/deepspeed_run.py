@@ -15,13 +15,14 @@ from torch import nn
 
 
 class Net(nn.Module):
-    """A tied weight, a frozen parameter and buffers."""
+    """A tied weight, a frozen parameter and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(13, 6)
         self.first = nn.Linear(6, 7)
-        self.norm = nn.BatchNorm1d(7)
+        self.norm = nn.LayerNorm(7)
+        self.register_buffer("seen", torch.arange(3.0))
         self.second = nn.Linear(7, 6)
         self.head = nn.Linear(6, 13, bias=False)
         self.frozen = nn.Parameter(torch.full((5,), 0.25), requires_grad=False)
@@ -69,6 +70,10 @@ def main(folder: Path, stage: int) -> None:
         engine.backward(engine(tokens).float().square().mean())
         engine.step()
     engine.save_checkpoint(str(folder))
+    if stage < 3:
+        # Linked before the first step, when there were no states.
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
     reference: dict[str, object] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
