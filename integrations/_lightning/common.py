@@ -149,7 +149,8 @@ def plan_config(
     """
     from zero_plugin.planner.auto import auto_config
 
-    return auto_config(model, **{"rule": optimizers[0], **options})
+    given: dict[str, Any] = {"rule": optimizers[0], **options}
+    return auto_config(model, **given)
 
 
 def config_for(config: ZeroConfig, precision: str) -> ZeroConfig:

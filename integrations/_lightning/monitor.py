@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zero_plugin.machine.figures import StepFigures
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Callback as Base
-else:
-    Base = object
 
 _logger = logging.getLogger("zero_plugin")
 
 
-class MonitorCallback(Base):
+class MonitorCallback:
     """Mixin: tier bytes, bytes moved and seconds of each step to the logger; one line at the end.
 
     Args:
