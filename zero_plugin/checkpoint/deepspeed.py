@@ -60,9 +60,16 @@ class _Unpickler(pickle.Unpickler):
         )
         if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
             return getattr(torch, global_name)
+        if (module_name, global_name) == ("torch._tensor", "_rebuild_from_type_v2"):
+            return _rebuild
         if known or (is_torch and global_name != "_load_from_bytes"):
             return super().find_class(module_name, global_name)
         return _StandIn
+
+
+def _rebuild(build: Any, _kind: Any, arguments: Any, _state: Any) -> Any:
+    """A tensor without the attributes that were set on it."""
+    return build(*arguments)
 
 
 _PICKLE: Any = SimpleNamespace(Unpickler=_Unpickler, load=None, __name__="zero_plugin_pickle")
