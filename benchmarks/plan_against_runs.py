@@ -29,16 +29,17 @@ from zero_plugin.sharding.group import ProcessGroup
 from zero_plugin.trace import Ledger
 
 DEVICE = {"optimizer": "device", "gradients": "device"}
+HOST = {"optimizer": "host", "gradients": "host"}
 FILES = {"optimizer": "nvme", "gradients": "nvme"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "0 device": {"stage": 0, **DEVICE},
     "1 device": {"stage": 1, **DEVICE},
-    "1 host": {"stage": 1},
+    "1 host": {"stage": 1, **HOST},
     "2 device": {"stage": 2, **DEVICE},
-    "2 host": {"stage": 2},
+    "2 host": {"stage": 2, **HOST},
     "2 nvme": {"stage": 2, **FILES},
-    "3 device": {"stage": 3, **DEVICE},
-    "3 host": {"stage": 3, "params": "host"},
+    "3 device": {"stage": 3, "params": "device", **DEVICE},
+    "3 host": {"stage": 3, "params": "host", **HOST},
     "3 nvme": {"stage": 3, "params": "nvme", **FILES},
 }
 SHAPES = {"4 x 384": (4, 384), "8 x 256": (8, 256), "2 x 640": (2, 640)}
