@@ -60,7 +60,7 @@ def enter_questions(module: ModuleType) -> None:
         config = plain()
         return import_module("zero_plugin.integrations._huggingface.questions").ask(config, module)
 
-    module.get_cluster_input = _mark(get_cluster_input)
+    setattr(module, "get_cluster_input", _mark(get_cluster_input))  # noqa: B010 - a module has no such attribute for a type checker
 
 
 def enter_default(module: ModuleType) -> None:
@@ -82,7 +82,7 @@ def enter_default(module: ModuleType) -> None:
             config.to_json_file(place)
         return place
 
-    module.write_basic_config = _mark(write_basic_config)
+    setattr(module, "write_basic_config", _mark(write_basic_config))  # noqa: B010 - a module has no such attribute for a type checker
 
 
 def enter_launch(module: ModuleType) -> None:
@@ -111,7 +111,7 @@ def enter_launch(module: ModuleType) -> None:
                 else:
                     os.environ[name] = value
 
-    module.launch_command = _mark(launch_command)
+    setattr(module, "launch_command", _mark(launch_command))  # noqa: B010 - a module has no such attribute for a type checker
 
 
 def _block_for(module: ModuleType, args: Any) -> Any:

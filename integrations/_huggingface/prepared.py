@@ -79,7 +79,8 @@ class Prepared:
             return
         if isinstance(optimizer, FacadeMixin) and optimizer.zero_host is None:
             # Of an engine that was closed: as before it, so that its compiled rule is found again.
-            optimizer.__class__ = optimizer.zero_plain_class
+            restored: Any = optimizer
+            restored.__class__ = optimizer.zero_plain_class
         held = _held(optimizer)
         for engine in self.engines:
             if any(id(parameter) in held for parameter in engine.model.parameters()):

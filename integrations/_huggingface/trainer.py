@@ -49,6 +49,7 @@ class ZeroTrainer(Base):
     """Mixin over the Trainer's class, or a subclass of it, put on an instance once its Accelerator is made."""
 
     accelerator: Any
+    model: Any
 
     # ------------------------------------------------------------------ saving
 
