@@ -254,3 +254,30 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     engine.load_checkpoint(tmp_path / "ck", random_states=False)
     assert draw()[1] != wanted[1]
     engine.close()
+
+
+def test_a_bar_is_shown_on_a_terminal_and_for_long_saves_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import io
+    import sys
+
+    from zero_plugin.checkpoint import progress
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def run(stream: io.StringIO, number: int) -> str:
+        monkeypatch.setattr(sys, "stderr", stream)
+        engine.save_checkpoint(tmp_path / f"ck-{number}")
+        engine.load_checkpoint(tmp_path / f"ck-{number}")
+        return stream.getvalue()
+
+    _, _, engine = build(tmp_path)
+    assert run(Terminal(), 0) == ""
+    monkeypatch.setattr(progress, "LONG_BYTES", 1)
+    assert run(io.StringIO(), 1) == ""
+    shown = run(Terminal(), 2)
+    assert all(f"{what} {tmp_path}" in shown for what in ("saving", "checking", "loading"))
+    engine.close()

@@ -208,5 +208,4 @@ class Checkpoints:
             partial,
             folder.partial_path(target, int(rows[0][0])),
             keep_last=keep_last,
-            progress=lambda _: None,
         )

@@ -15,6 +15,7 @@ from zero_plugin.checkpoint.agreement import agree
 from zero_plugin.checkpoint.fit import Fit, compare, listed, refusal
 from zero_plugin.checkpoint.format import BUFFER, MASTER, STATE, WEIGHT
 from zero_plugin.checkpoint.index import Catalog
+from zero_plugin.checkpoint.progress import shown
 from zero_plugin.checkpoint.shardfile import RangeReader, checksum_of
 from zero_plugin.checkpoint.source import Holdings, Target, state_kinds
 from zero_plugin.errors import CheckpointError
@@ -107,7 +108,14 @@ class Load:
                 raise refusal(self._fit, self._found)
 
         self._together(look)
-        self._together(lambda: verify(self.catalog, self._control.rank, self._control.size))
+        rank, size = self._control.rank, self._control.size
+
+        def check_sums() -> None:
+            total = sum(item["bytes"] for _, item in _every(self.catalog, rank, size))
+            with shown(f"checking {self._directory}", total, quiet=rank > 0) as progress:
+                verify(self.catalog, rank, size, progress)
+
+        self._together(check_sums)
         if self._fit.left_out and self._control.rank == 0:
             logging.getLogger(__name__).warning(
                 "loading %s with strict=False: %s", self._directory, listed(self._fit.left_out)
@@ -127,8 +135,12 @@ class Load:
             self._holdings.sharded.shards.forget_ahead()
 
         def read() -> None:
-            for target in self._holdings.state_targets():
-                self._fill_state(target)
+            total = sum(item["bytes"] for item in self.catalog.index["files"].values())
+            rank, size = self._control.rank, self._control.size
+            with shown(f"loading {self._directory}", total // size, quiet=rank > 0) as progress:
+                for target in self._holdings.state_targets():
+                    self._fill_state(target)
+                    progress(target.view.numel() * target.view.element_size())
             for target in self._holdings.weight_targets():
                 if target.name in self._fit.weights and target.view.numel():
                     entry = self.catalog.weight(target.name)

@@ -20,6 +20,7 @@ from zero_plugin.checkpoint.capture import Capture
 from zero_plugin.checkpoint.folder import PartialFolder
 from zero_plugin.checkpoint.format import INDEX, file_name, seal_index
 from zero_plugin.checkpoint.index import RANK_VALUES, complete
+from zero_plugin.checkpoint.progress import shown
 from zero_plugin.checkpoint.shardfile import (
     PIECE_BYTES,
     Written,
@@ -106,7 +107,6 @@ class Save:
         partial: the folder it is written into, on rank 0.
         path: the same folder's path, on every rank.
         keep_last: how many checkpoints to keep, or None.
-        progress: told the bytes written.
     """
 
     def __init__(
@@ -117,14 +117,12 @@ class Save:
         path: Path,
         *,
         keep_last: int | None,
-        progress: Callable[[int], None],
     ) -> None:
         self._control = control
         self._target = target
         self._partial = partial
         self._path = path
         self._keep_last = keep_last
-        self._progress = progress
         self._content: Mapping[str, Any] = {}
         self._written: Written | None = None
         self._thread: threading.Thread | None = None
@@ -153,7 +151,9 @@ class Save:
         self._content = capture.content
         try:
             parts = [*capture.volatile, *capture.parts]
-            self._write(self._header(capture), pieces_of(parts))
+            total = sum(part.nbytes for part in parts)
+            with shown(self.doing, total, quiet=self._control.rank > 0) as progress:
+                self._write(self._header(capture), pieces_of(parts), progress)
         except BaseException as error:  # noqa: BLE001 - raised on every rank by `finish`
             self._error = error
         finally:
@@ -228,9 +228,14 @@ class Save:
         values = json.dumps(capture.values)
         return header_of([*capture.volatile, *capture.parts], {RANK_VALUES: values})
 
-    def _write(self, header: bytes, pieces: Iterator[Tensor]) -> None:
+    def _write(
+        self,
+        header: bytes,
+        pieces: Iterator[Tensor],
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> None:
         path = self._path / file_name(self._control.rank, self._control.size)
-        self._written = write_file(path, header, pieces, progress=self._progress)
+        self._written = write_file(path, header, pieces, progress=progress)
 
     def _commit(self, partial: PartialFolder, rows: list[list[int]]) -> None:
         size = len(rows)
