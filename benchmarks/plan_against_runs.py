@@ -30,7 +30,7 @@ from zero_plugin.trace import Ledger
 
 DEVICE = {"optimizer": "device", "gradients": "device"}
 HOST = {"optimizer": "host", "gradients": "host"}
-FILES = {"optimizer": "nvme", "gradients": "nvme"}
+FILES = {"optimizer": "nvme", "gradients": "nvme", "nvme_cache_bytes": 0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "0 device": {"stage": 0, **DEVICE},
     "1 device": {"stage": 1, **DEVICE},
