@@ -12,6 +12,7 @@ from zero_plugin.grads.offload import GradientShards
 from zero_plugin.grads.swapped import SwappedGradients
 from zero_plugin.optim.form import StateForm
 from zero_plugin.optim.pipeline import StepPipeline
+from zero_plugin.optim.speculation import UndoMemory
 from zero_plugin.optim.states import OptimizerStates
 from zero_plugin.optim.swap import SwappedStates
 from zero_plugin.sharding.partition import Block
@@ -40,6 +41,7 @@ class Accounts:
         sharded: the sharded weights, or None.
         swap: the states on NVMe, or None.
         activations: the inputs of checkpoints on the host, or None.
+        undo: memory for updates that may have to be undone, or None.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts it adds up
@@ -53,7 +55,9 @@ class Accounts:
         sharded: ShardedModel | None,
         swap: SwappedStates | None,
         activations: ActivationOffload | None,
+        undo: UndoMemory | None = None,
     ) -> None:
+        self._undo = undo
         self._activations = activations
         self._swap = swap
         self._sharded = sharded
@@ -89,6 +93,8 @@ class Accounts:
         table[_home(config.optimizer)]["staging"] += self._pipeline.staging_bytes
         if self._swap is not None:
             table["host"]["staging"] += self._swap.staging_bytes
+        if self._undo is not None:
+            table["host"]["staging"] += self._undo.nbytes
         if self._activations is not None:
             table["host"]["activations"] = self._activations.host_bytes
             table["nvme"]["activations"] = self._activations.nvme_bytes
@@ -123,8 +129,14 @@ class Accounts:
             need["host"] += self._gradients.planned(every)
         if self._swap is not None:
             need["host"] += self._swap.planned(self.formed(every))
+        if self._undo is not None:
+            need["host"] += self._undo.planned(self.with_states(more))
         need["device"] += self._buckets.planned(every)
         return need
+
+    def with_states(self, blocks: Sequence[Block]) -> list[tuple[Block, int]]:
+        """Blocks with the number of their states beside the master."""
+        return [(block, self._states[block.optimizer].num_states) for block in blocks]
 
     def formed(self, blocks: Sequence[Block]) -> list[tuple[Block, StateForm]]:
         """Blocks with what is kept of their states."""

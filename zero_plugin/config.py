@@ -139,7 +139,10 @@ class ZeroConfig:
     """Move bytes on lanes beside the computation. False: every operation runs where it is issued."""
 
     speculate: bool = False
-    """Start updates before the norm is known (not in this version)."""
+    """Begin each block's update inside backward, before it is known to hold, and undo it exactly where it does not."""
+
+    undo_bytes: int | str | None = None
+    """Host memory for what `speculate` may have to undo; blocks beyond it wait for the step. None: all it takes."""
 
     nonfinite: NonFinite = "skip"
     """`skip` the step and warn, `raise`, or `propagate` the value into the weights as plain torch does."""
@@ -205,7 +208,7 @@ class ZeroConfig:
         """Check every field, then the combinations."""
         self._check_choices()
         self._check_numbers()
-        self._check_unsupported()
+        self._check_speculation()
         self._check_combinations()
 
     def __new__(cls, *values: Any, **settings: Any) -> Self:
@@ -295,6 +298,16 @@ class ZeroConfig:
         return None if value is None else parse_bytes(value, "max_unit_bytes")
 
     @property
+    def undo_size(self) -> int | None:
+        """`undo_bytes` as a number of bytes, or None."""
+        return None if self.undo_bytes is None else parse_bytes(self.undo_bytes, "undo_bytes")
+
+    @property
+    def holds_updates(self) -> bool:
+        """Whether masters may be ahead of the compute weights between steps, so that they need memory of their own."""
+        return self.delayed_update or self.speculate
+
+    @property
     def bucket_size(self) -> int:
         """`bucket_bytes` as a number of bytes."""
         return parse_bytes(self.bucket_bytes, "bucket_bytes")
@@ -340,6 +353,7 @@ class ZeroConfig:
             "max_unit_bytes",
             "nvme_buffer_bytes",
             "nvme_cache_bytes",
+            "undo_bytes",
         ):
             value = getattr(self, name)
             if value is not None:
@@ -387,18 +401,21 @@ class ZeroConfig:
                 "give a power of two such as 65536, or 'dynamic'"
             )
 
-    def _check_unsupported(self) -> None:
-        later = {"speculate": self.speculate}
-        for name, wanted in later.items():
-            if wanted:
-                cure = (
-                    "leave it False"
-                    if getattr(self, name) is True
-                    else "stages 0 to 3 with params, optimizer and gradients on 'device' or 'host' are (see the table in the "
-                    "README)"
-                )
+    def _check_speculation(self) -> None:
+        if not self.speculate:
+            if self.undo_bytes is not None:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is not supported by this version of zero-plugin: {cure}"
+                    f"undo_bytes={self.undo_bytes!r} has no effect without speculate=True: leave it out"
+                )
+            return
+        if self.optimizer != "host":
+            raise ConfigError(
+                f"speculate=True needs optimizer='host', not {self.optimizer!r}: only there are old states kept to be brought back"
+            )
+        for name in ("delayed_update", "split_master"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"speculate=True contradicts {name}=True: leave one of the two out"
                 )
 
     def _check_below_stage_3(self) -> None:

@@ -39,15 +39,15 @@ from zero_plugin.sharding.hooks import GradientHooks, check_unmanaged, untraced
 from zero_plugin.sharding.parameters import ManagedParameter, collect_parameters
 from zero_plugin.sharding.roster import Roster
 from zero_plugin.sharding.setup import check_same_setup
+from zero_plugin.updating import UpdatesLate
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from zero_plugin.sharding.sharded import ShardedModel
-    from zero_plugin.stepper import Stepper
 
 
-class ZeroEngine(SavesCheckpoints):
+class ZeroEngine(SavesCheckpoints, UpdatesLate):
     """Trains a model with sharded, offloaded optimizer states.
 
     The model stays unwrapped and its parameters keep their identity; each optimizer object stays the user's own and
@@ -82,14 +82,13 @@ class ZeroEngine(SavesCheckpoints):
         for member in members:
             check_unmanaged(member)
         self._device = find_device(model, members)
-        self._closed = False
+        self._closed = self._learned_order = False
         self._budget = Budget(self.config, self._device)
         self._resources = Resources.open(self.config, self._device)
         self._roster = Roster(model, self.optimizers)
         self._scaler = LossScaler(self.config.loss_scale)
         self._nonfinite = NonFinitePolicy(self.config, self._scaler)
         self._clipper = Clipper()
-        self._learned_order = False
         try:
             parts = assemble(
                 model, self.config, self._resources, self._roster, self._budget, self._scaler
@@ -101,7 +100,8 @@ class ZeroEngine(SavesCheckpoints):
         self._gradients, self._buckets = parts.gradients, parts.buckets
         self._reducer, self._agreement = parts.reducer, parts.agreement
         self._replicas, self._activations = parts.replicas, parts.activations
-        self._sharded, self._swap, self._pipeline = parts.sharded, parts.swap, parts.pipeline
+        self._sharded, self._swap = parts.sharded, parts.swap
+        self._pipeline, self._undo = parts.pipeline, parts.undo
         self._finalizer = weakref.finalize(
             self, _abandon, self._hooks, self._sharded, self._roster.members, self._resources
         )
@@ -110,13 +110,19 @@ class ZeroEngine(SavesCheckpoints):
             check_same_setup(self._resources.control, describe(self.config, self.optimizers, model))
             self._accounts = parts.make_accounts(self.config, self._states, self._resources)
             self._stepper = parts.make_stepper(
-                self.config, self._roster, self._states, self._resources
+                self.config, self._roster, self._states, self._resources, self._scaler
             )
             self._access = parts.make_access(
                 self._roster, self._states, self._scaler, self._stepper, self._resources
             )
             self._checkpoints = parts.make_checkpoints(
-                model, self.config, self._roster, self._states, self._stepper, self._nonfinite, self._resources
+                model,
+                self.config,
+                self._roster,
+                self._states,
+                self._stepper,
+                self._nonfinite,
+                self._resources,
             )
             self._replicas.equalise()
             self._manage(members)
@@ -394,18 +400,6 @@ class ZeroEngine(SavesCheckpoints):
         """Whether `close` was called."""
         return self._closed
 
-    def wait_for_update(self) -> None:
-        """Wait until the weights of the last step are written; nothing else changes.
-
-        Whoever reads a parameter waits for it in any case; this is for code that holds another handle on the memory.
-
-        Raises:
-            LaneError: the update failed; the cause is chained.
-        """
-        self._check_open("wait_for_update")
-        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
-            self._stepper.wait()
-
     def drain(self) -> None:
         """Apply a delayed update that is not shown yet, and wait until nothing is in flight; all ranks call it.
 
@@ -420,23 +414,6 @@ class ZeroEngine(SavesCheckpoints):
             self._stepper.drain()
         self._resources.backend.drain()
 
-    def delayed_update_state(self) -> list[dict[str, Any]]:
-        """Where the delayed update of each optimizer stands, plain values: to save beside weights and optimizer states."""
-        self._check_open("delayed_update_state")
-        return self._stepper.state_dict()
-
-    def load_delayed_update_state(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from `delayed_update_state`, after weights and optimizer states were loaded.
-
-        Without `delayed_update` here, an update that was not shown yet is applied at once.
-
-        Raises:
-            CheckpointError: it is of other optimizers or another model; nothing is changed then.
-        """
-        self._check_open("load_delayed_update_state")
-        with untraced(), torch.inference_mode(mode=False), torch.no_grad():
-            self._stepper.load_state_dict(state)
-
     def abort_step(self) -> None:
         """Drop the gradients of a broken step and bring the lanes to rest.
 
@@ -447,6 +424,7 @@ class ZeroEngine(SavesCheckpoints):
             return
         with untraced(), torch.inference_mode(mode=False), torch.no_grad():
             self._reducer.abort()
+            self._stepper.undo()
             self._agreement.forget()
             self._clipper.forget()
             if self._sharded is not None:
@@ -489,6 +467,7 @@ class ZeroEngine(SavesCheckpoints):
                 self._buckets,
                 self._swap,
                 self._activations,
+                self._undo,
             ):
                 if part is not None:
                     stack.callback(part.close)
@@ -554,6 +533,8 @@ class ZeroEngine(SavesCheckpoints):
         self._clipper.take(number)
         members = [member for member in self._roster.members if member.optimizer == number]
         with untraced(), torch.inference_mode(mode=False), torch.no_grad():
+            if number not in self._reducer.spent:
+                self._stepper.undo(number)
             if set_to_none:
                 self._reducer.clear([number])
             else:
@@ -606,6 +587,8 @@ class ZeroEngine(SavesCheckpoints):
             self._gradients.add_blocks(blocks)
             if self._swap is not None:
                 self._swap.prepare(self._accounts.formed(self._roster.blocks))
+            if self.config.speculate:
+                self._undo.add_blocks(self._accounts.with_states(blocks))
             for number, states in enumerate(self._states):
                 states.add_blocks([block for block in blocks if block.optimizer == number])
             self._buckets.add_blocks(self._roster.blocks)
@@ -615,13 +598,6 @@ class ZeroEngine(SavesCheckpoints):
                 self._hooks.attach(member)
             if self._sharded is not None:
                 self._sharded.seal()
-
-    def _end_steps(self) -> None:
-        """The last update comes to its end before what it needs is taken away."""
-        stepper: Stepper | None = getattr(self, "_stepper", None)
-        if stepper is not None:
-            with untraced(), torch.inference_mode(mode=False), torch.no_grad():
-                stepper.close()
 
     def broadcast_buffers(self) -> None:
         """Send rank 0's buffers to all ranks; all ranks call it.

@@ -25,6 +25,7 @@ from zero_plugin.grads.scaler import LossScaler
 from zero_plugin.grads.swapped import SwappedGradients
 from zero_plugin.optim.form import StateForms
 from zero_plugin.optim.pipeline import StepPipeline
+from zero_plugin.optim.speculation import Speculator, UndoMemory
 from zero_plugin.optim.states import OptimizerStates
 from zero_plugin.optim.swap import SwappedStates
 from zero_plugin.resources import Resources
@@ -60,6 +61,7 @@ class Parts:
         activations: inputs of checkpoints away from the device, or None.
         pipeline: updates blocks and publishes their weights.
         pending: weights that updates are writing.
+        undo: memory for updates that may have to be undone.
     """
 
     place: ShardPlace
@@ -74,6 +76,7 @@ class Parts:
     activations: ActivationOffload | None
     pipeline: StepPipeline
     pending: PendingWeights
+    undo: UndoMemory
 
     def make_stepper(
         self,
@@ -81,6 +84,7 @@ class Parts:
         roster: Roster,
         states: Sequence[OptimizerStates],
         resources: Resources,
+        scaler: LossScaler,
     ) -> Stepper:
         """What runs steps."""
         return Stepper(
@@ -91,7 +95,28 @@ class Parts:
             states,
             self.pipeline,
             self.pending,
+            self._make_speculator(config, states, resources, scaler),
         )
+
+    def _make_speculator(
+        self,
+        config: ZeroConfig,
+        states: Sequence[OptimizerStates],
+        resources: Resources,
+        scaler: LossScaler,
+    ) -> Speculator | None:
+        if not config.speculate:
+            return None
+        speculator = Speculator(
+            resources.backend,
+            self.pipeline,
+            self.gradients,
+            self.undo,
+            states,
+            lambda: scaler.scale,
+        )
+        self.reducer.reduced = speculator.begin
+        return speculator
 
     def make_states(
         self, optimizers: Sequence[Optimizer], config: ZeroConfig, resources: Resources
@@ -102,7 +127,7 @@ class Parts:
             optimizer=config.optimizer,
             params=config.params,
             splits=config.split_master,
-            holds=config.delayed_update,
+            holds=config.holds_updates,
         )
         return [
             OptimizerStates(item, resources.backend, forms, shards, self.swap)
@@ -124,6 +149,7 @@ class Parts:
             self.sharded,
             self.swap,
             self.activations,
+            self.undo if config.speculate else None,
         )
 
     def make_checkpoints(  # noqa: PLR0913, PLR0917 - the parts it looks at
@@ -219,11 +245,12 @@ def assemble(
             config.optimizer,
             buckets,
             sharded=config.shards_optimizer,
-            holds=config.delayed_update,
+            holds=config.holds_updates,
             weights=sharded.shards if sharded else None,
             swap=swap,
         ),
         pending=PendingWeights(model, backend),
+        undo=UndoMemory(backend, config.undo_size),
     )
 
 

@@ -60,11 +60,6 @@ class Resources:
         Raises:
             ConfigError: the settings do not fit the device or the processor.
         """
-        if device.type == "cuda" and not config.overlap:
-            raise ConfigError(
-                "overlap=False is not supported on CUDA devices by this version: leave it out (a step waits for its updates in "
-                "any case)"
-            )
         ledger = Ledger()
         trace = None if config.trace is None else Trace()
         with ExitStack() as stack:
@@ -84,7 +79,8 @@ class Resources:
                 if each is not None:
                     each.use_kernels(kernels)
             backend = create_backend(
-                config.backend if config.overlap else "inline",
+                # On a device a step without overlap waits for its updates; there is no other order to keep.
+                config.backend if config.overlap or device.type == "cuda" else "inline",
                 device=device,
                 kernels=kernels,
                 trace=trace,

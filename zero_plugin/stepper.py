@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from zero_plugin.errors import CheckpointError
 from zero_plugin.grads.norm import Clip
 from zero_plugin.optim.pipeline import Published, StepPipeline, Updated
 from zero_plugin.optim.plan import BlockPlan
+from zero_plugin.optim.speculation import Speculator
 from zero_plugin.optim.states import OptimizerStates
 from zero_plugin.runtime.backend import Backend
 from zero_plugin.sharding.control import Control
@@ -54,6 +56,7 @@ class Stepper:
         states: of each optimizer.
         pipeline: updates and publishes.
         pending: weights that updates are writing.
+        speculator: begins updates in backward, or None.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts it connects
@@ -65,7 +68,9 @@ class Stepper:
         states: Sequence[OptimizerStates],
         pipeline: StepPipeline,
         pending: PendingWeights,
+        speculator: Speculator | None = None,
     ) -> None:
+        self._speculator = speculator
         self._delays = config.delayed_update
         self._warmup = config.delayed_update_warmup
         self._overlaps = config.overlap
@@ -76,6 +81,12 @@ class Stepper:
         self._pipeline = pipeline
         self._pending = pending
         self._lines = [_Line() for _ in states]
+
+    @property
+    def speculation(self) -> dict[str, int]:
+        """Blocks whose update began before its step: taken, and undone."""
+        found = self._speculator
+        return {"taken": found.taken if found else 0, "undone": found.undone if found else 0}
 
     @property
     def has_held(self) -> bool:
@@ -98,12 +109,26 @@ class Stepper:
         plan = states.plan(is_present)
         if self._delays and line.steps >= self._warmup:
             line.held = self._pipeline.hold(plan, states.blocks, states.rule, clip)
-        else:
-            self._show(self._pipeline.run(plan, states.blocks, states.rule, clip))
+            return
+        speculator = self._speculator
+        begun = (
+            None if speculator is None else partial(speculator.take, hyper=plan.hyper, clip=clip)
+        )
+        self._show(self._pipeline.run(plan, states.blocks, states.rule, clip, begun))
+        self.undo(number)
 
     def skip(self, number: int) -> None:
         """Leave one step's gradients out: only what was held is shown."""
+        self.undo(number)
         self._begin(number)
+
+    def undo(self, number: int | None = None) -> None:
+        """Undo the updates that began before their step, of one optimizer or of all."""
+        if self._speculator is not None:
+            chosen = range(len(self._states)) if number is None else [number]
+            self._speculator.undo(
+                [item.block for each in chosen for item in self._states[each].blocks.values()]
+            )
 
     def wait(self) -> None:
         """Wait until weights and states are those of the last step; what is held stays so.
@@ -111,10 +136,8 @@ class Stepper:
         Raises:
             LaneError: an update failed.
         """
-        try:
-            self._pending.finish_all()
-        finally:
-            self._pipeline.wait()
+        self.undo()
+        self._wait()
 
     def settle(self) -> None:
         """After an exception, once the lanes are at rest: show every weight, whether its update failed or not."""
@@ -127,6 +150,7 @@ class Stepper:
         Raises:
             LaneError: an update failed.
         """
+        self.undo()
         try:
             if self.has_held:
                 self.drain()
@@ -226,6 +250,13 @@ class Stepper:
 
     # Inside ------------------------------------------------------------------------------------------------------
 
+    def _wait(self) -> None:
+        """As `wait`, but for updates that began before their step."""
+        try:
+            self._pending.finish_all()
+        finally:
+            self._pipeline.wait(but=() if self._speculator is None else self._speculator.begun)
+
     def _restore_held(self, states: OptimizerStates, names: set[str]) -> list[Updated]:
         """The updates that gave the present masters, as if their weights were still to be shown."""
         held: list[Updated] = []
@@ -245,7 +276,7 @@ class Stepper:
         return held
 
     def _begin(self, number: int) -> None:
-        self.wait()
+        self._wait()
         self._take_writes(number)
         self._publish(number)
         line = self._lines[number]
@@ -258,6 +289,8 @@ class Stepper:
     def _take_writes(self, number: int) -> None:
         written = self._roster.take_foreign_writes(number, self._control)
         if written:
+            self.undo(number)
+            self._wait()
             self._states[number].import_weights(written)
             self._replace_held(self._lines[number], written)
 

@@ -230,6 +230,10 @@ class GradientShards:
         """Keep the chunk from being overwritten before `ticket` (a reader of it) has ended."""
         self._shards[block.index].ready = ticket
 
+    def contributions(self, block: Block) -> int:
+        """Micro-batches in a block's gradient."""
+        return self._shards[block.index].contributions
+
     def is_empty(self, block: Block) -> bool:
         """Whether no contribution arrived since the last clear."""
         return self._shards[block.index].contributions == 0

@@ -11,7 +11,7 @@ the last one; a rank that is about to step while another announces a round joins
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +94,8 @@ class GradientReducer:
         self._last_copy: Ticket[Any] | None = None
         self._collectives = backend.lane("collectives", "device")
         self._offload = backend.lane("offload", "device")
+        self.reduced: Callable[[Block, Container[int]], None] | None = None
+        """Told of a block whose gradient is complete, and of the members that have one, before the step."""
         self.showing = False
         """True while `Parameter.grad` holds full gradients to read: no backward may add to them."""
         self.deferred = False
@@ -342,6 +344,9 @@ class GradientReducer:
         elif any(self.local.held(member.index) is not None for member in block.parameters):
             self._launch_copy(block)
         self._next += 1
+        is_whole = fill.expected > 0 and len(fill.arrived) == fill.expected
+        if self.reduced is not None and is_whole and not self.deferred:
+            self.reduced(block, frozenset(fill.arrived))
 
     def _launch_copy(self, block: Block) -> None:
         """One rank: nothing to reduce, the gradients go straight to their tier."""

@@ -9,7 +9,7 @@ A delayed update (`hold`, then `publish` one step later) leaves the new weights 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -181,11 +181,28 @@ class StepPipeline:
         return held + sum(pool.nbytes for pool in (self._outputs, self._inputs) if pool is not None)
 
     def run(
-        self, plan: StepPlan, states: Mapping[int, BlockStates], rule: Rule | None, clip: Clip
+        self,
+        plan: StepPlan,
+        states: Mapping[int, BlockStates],
+        rule: Rule | None,
+        clip: Clip,
+        begun: Callable[[BlockPlan], Updated | None] | None = None,
     ) -> list[Published]:
-        """Issue every block's work; the host waits for none of it."""
+        """Issue every block's work; the host waits for none of it.
+
+        Args:
+            plan: the step.
+            states: of each block.
+            rule: the compiled rule, or None.
+            clip: factor and bound.
+            begun: gives the update of a block that has begun before, or None.
+        """
         step = _Step(hyper=plan.hyper, states=states, rule=rule, clip=clip, hold=False)
-        return [self._publish_block(self._run_block(item, step)) for item in self._ordered(plan)]
+        published: list[Published] = []
+        for item in self._ordered(plan):
+            done = begun(item) if begun is not None else None
+            published.append(self._publish_block(done or self._run_block(item, step)))
+        return published
 
     def hold(
         self, plan: StepPlan, states: Mapping[int, BlockStates], rule: Rule | None, clip: Clip
@@ -202,22 +219,32 @@ class StepPipeline:
         """Where a block's updated weights are held; None where the master itself is published."""
         return self._held.get(block.index)
 
-    def wait(self, *, again: bool = True) -> None:
+    def running(self, block: Block) -> tuple[Ticket[Any], ...]:
+        """What last used a block's states, if that may still run."""
+        ticket = self._running.get(block.index)
+        return () if ticket is None else (ticket,)
+
+    def follow(self, block: Block, ticket: Ticket[Any]) -> None:
+        """Have a block's next update come after `ticket`."""
+        self._running[block.index] = ticket
+
+    def wait(self, *, again: bool = True, but: Container[int] = ()) -> None:
         """Wait until states and weights are those of the last step.
 
         Args:
             again: raise an error also if somebody has been told of it.
+            but: blocks that are left out.
 
         Raises:
             LaneError: an operation failed; the others are waited for all the same.
         """
         failed: Ticket[Any] | None = None
-        for ticket in self._running.values():
+        waited = [index for index in self._running if index not in but]
+        for ticket in [self._running.pop(index) for index in waited]:
             ticket.settle()
             failure = ticket.failure
             if failed is None and failure is not None and (again or not failure.observed):
                 failed = ticket
-        self._running.clear()
         if failed is not None:
             failed.wait()
 

@@ -1,0 +1,223 @@
+"""Updates that begin inside backward, before it is known whether they hold, and are undone exactly where they do not.
+
+With clipping on, or steps that a non-finite gradient skips, no weight may change before the gradients of all ranks are known.
+A speculative update changes masters and moments only, never a weight; what they were is kept beside them until the step says
+what it wants. It is taken when the step asks for the very same update: the same gradients and members, a clip that does not
+bind, the same hyper-parameters. Otherwise the old values come back, bit for bit, and the step's own update runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zero_plugin.grads.norm import Clip
+from zero_plugin.optim.plan import BlockPlan
+from zero_plugin.runtime.operations import Copy
+
+if TYPE_CHECKING:
+    from zero_plugin.grads.offload import GradientShards
+    from zero_plugin.optim.blocks import BlockStates
+    from zero_plugin.optim.pipeline import StepPipeline, Updated
+    from zero_plugin.optim.states import OptimizerStates
+    from zero_plugin.runtime.backend import Backend
+    from zero_plugin.sharding.partition import Block
+
+_SMALLEST = 64
+"""Bytes of the smallest allocation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Begun:
+    """One block's speculative update."""
+
+    updated: Updated
+    hyper: Tensor
+    clip: Clip
+    contributions: int
+    kept: tuple[Tensor, ...]
+    states: BlockStates
+
+
+class UndoMemory:
+    """Host memory for the old states of blocks whose update may have to be undone.
+
+    Args:
+        backend: allocates it.
+        limit: most bytes, or None for as many as the blocks take; 0 where nothing is speculated.
+    """
+
+    def __init__(self, backend: Backend, limit: int | None) -> None:
+        self._backend = backend
+        self._limit = limit
+        self._kept: dict[int, tuple[Tensor, ...]] = {}
+        self.nbytes = 0
+        """Bytes taken."""
+
+    def planned(self, blocks: Sequence[tuple[Block, int]]) -> int:
+        """Bytes that blocks, each with its number of states beside the master, would take together."""
+        return self._fitting([block.chunk * 4 * (count + 1) for block, count in blocks])[1]
+
+    def add_blocks(self, blocks: Sequence[tuple[Block, int]]) -> None:
+        """Reserve memory for new blocks as far as the limit allows, those whose gradients come first before the others."""
+        # Gradients come in the reverse order of the forward.
+        order = list(reversed(blocks))
+        fitting, _ = self._fitting([block.chunk * 4 * (count + 1) for block, count in order])
+        for number, (block, count) in enumerate(order):
+            if number not in fitting:
+                continue
+            nbytes = block.chunk * 4
+            raw = self._backend.allocate(max(nbytes * (count + 1), _SMALLEST), "host")
+            self._kept[block.index] = tuple(
+                raw[i * nbytes : (i + 1) * nbytes].view(torch.float32) for i in range(count + 1)
+            )
+            self.nbytes += raw.numel()
+
+    def of(self, block: Block) -> tuple[Tensor, ...] | None:
+        """A block's memory, fp32 [chunk] for the master and each state; None where there was no room."""
+        return self._kept.get(block.index)
+
+    def close(self) -> None:
+        """Free it."""
+        self._kept.clear()
+        self.nbytes = 0
+
+    def _fitting(self, sizes: Sequence[int]) -> tuple[Container[int], int]:
+        taken, chosen = self.nbytes, set[int]()
+        for number, size in enumerate(max(each, _SMALLEST) for each in sizes):
+            if self._limit is None or taken + size <= self._limit:
+                chosen.add(number)
+                taken += size
+        return chosen, taken
+
+
+class Speculator:
+    """Begins updates in backward, and undoes those that a step does not want.
+
+    Args:
+        backend: lanes.
+        pipeline: runs the updates.
+        gradients: the reduced chunks.
+        memory: for old states.
+        states: of each optimizer.
+        loss_scale: the present factor on the loss.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        pipeline: StepPipeline,
+        gradients: GradientShards,
+        memory: UndoMemory,
+        states: Sequence[OptimizerStates],
+        loss_scale: Callable[[], float],
+    ) -> None:
+        self._pipeline = pipeline
+        self._gradients = gradients
+        self._memory = memory
+        self._states = states
+        self._loss_scale = loss_scale
+        self._lane = backend.lane("update", "host")
+        self._begun: dict[int, _Begun] = {}
+        # Of each block: micro-batches in its last step. An update before the last one would be undone.
+        self._usual: dict[int, int] = {}
+        self.taken = 0
+        """Updates that a step took."""
+        self.undone = 0
+        """Updates that were undone."""
+
+    @property
+    def begun(self) -> Container[int]:
+        """Blocks whose update has begun before its step."""
+        return self._begun.keys()
+
+    def begin(self, block: Block, present: Container[int]) -> None:
+        """A block's gradient is complete here: begin its update.
+
+        Args:
+            block: the block; its gradient was handed to the gradient shards.
+            present: managed indices of the members that have a gradient.
+        """
+        self.undo([block])
+        states = self._states[block.optimizer]
+        kept, item = self._memory.of(block), states.blocks.get(block.index)
+        contributions = self._gradients.contributions(block)
+        if (
+            kept is None
+            or item is None
+            or item.master is None
+            or states.rule is None
+            or contributions != self._usual.get(block.index, 1)
+        ):
+            return
+        plan = states.peek(block, present.__contains__)
+        if plan is None:
+            return
+        values = (item.master, *item.states)
+        saved = self._lane.submit(
+            Copy(destinations=kept, sources=values, label=f"keep states of {block.name}"),
+            after=self._pipeline.running(block),
+        )
+        self._pipeline.follow(block, saved)
+        clip = Clip(factor=1.0 / self._loss_scale(), value=None)
+        (updated,) = self._pipeline.hold(plan, states.blocks, states.rule, clip)
+        self._begun[block.index] = _Begun(
+            updated=updated,
+            hyper=plan.hyper,
+            clip=clip,
+            contributions=contributions,
+            kept=kept,
+            states=item,
+        )
+
+    def take(self, plan: BlockPlan, hyper: Tensor, clip: Clip) -> Updated | None:
+        """The update of a block that has begun, if it is the one that the step wants; else it is undone.
+
+        Args:
+            plan: what the step wants.
+            hyper: hyper-parameters by row.
+            clip: factor and bound.
+        """
+        block = plan.block
+        contributions = self._gradients.contributions(block)
+        self._usual[block.index] = contributions
+        begun = self._begun.get(block.index)
+        if begun is None:
+            return None
+        done = begun.updated.plan
+        same = (
+            contributions == begun.contributions
+            and clip == begun.clip
+            and plan.positions == done.positions
+            and torch.equal(hyper[plan.rows.tolist()], begun.hyper[done.rows.tolist()])
+        )
+        if not same:
+            self.undo([block])
+            return None
+        del self._begun[block.index]
+        self.taken += 1
+        return begun.updated
+
+    def undo(self, blocks: Sequence[Block] | None = None) -> None:
+        """Bring back the states of some blocks, or of all, whose update has begun."""
+        wanted = list(self._begun) if blocks is None else [block.index for block in blocks]
+        for index in wanted:
+            begun = self._begun.pop(index, None)
+            if begun is None:
+                continue
+            self.undone += 1
+            block, item = begun.updated.plan.block, begun.states
+            values = (item.master, *item.states)
+            back = self._lane.submit(
+                Copy(
+                    destinations=tuple(value for value in values if value is not None),
+                    sources=begun.kept,
+                    label=f"undo the update of {block.name}",
+                ),
+                after=(begun.updated.ticket,),
+            )
+            self._pipeline.follow(block, back)
