@@ -16,16 +16,22 @@ SETTLE_SECONDS = 0.03
 
 
 def interleaved(
-    sides: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 1
+    sides: Mapping[str, Callable[[], object]],
+    rounds: int,
+    warm_up: int = 1,
+    prepare: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of every run: A B C A B C ..., so that a drift of the machine meets all sides alike.
 
     Threads of OpenMP spin for some milliseconds after their work; a pause lets them come to rest, so that
-    no side runs beside those of the one before it.
+    no side runs beside those of the one before it. What a side needs before each run, and what does not count, is in `prepare`.
     """
+    before = prepare or {}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(warm_up + rounds):
         for name, run in sides.items():
+            if name in before:
+                before[name]()
             time.sleep(SETTLE_SECONDS)
             start = time.perf_counter()
             run()

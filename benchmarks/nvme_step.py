@@ -7,16 +7,24 @@ Every side handles the same states in the same tiles, in one run, interleaved:
 - read beside write: the two parts of the disk at once, half of the tiles apart, with nothing between. A disk that shares its
   rate between reading and writing does not go faster than this, and the step cannot.
 
-The step's time includes its last write.
+The step's time includes its last write. With `--deepspeed` the step of DeepSpeed's stage 3 with its pipelined optimizer swapper
+(reads and writes overlapped, its compiled AdamW, bf16 weights) runs in turn with the others, on states of the same number, in
+sub-groups of the same size, in the same folder. Its forward and backward are not timed, and neither are the gradients that it
+writes to files there; that it reads them back is part of its step.
 
-Run: python benchmarks/nvme_step.py PATH [--numel 100e6] [--buffer 256MiB] [--rounds 5] [--json out.json]
+Run: python benchmarks/nvme_step.py PATH [--numel 100e6] [--buffer 256MiB] [--rounds 5] [--deepspeed] [--json out.json]
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
+import os
+import socket
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +48,7 @@ OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 TARGET = 1.10
 PART = 8_000_000
 BOTH = "read beside write"
+SWAPPER = "DeepSpeed, pipelined swapper"
 PARTS = ("read alone", "update alone", "write alone")
 
 
@@ -121,13 +130,24 @@ class Parts:
         )
 
 
+class Flat(torch.nn.Module):
+    """bf16 weights of 8 million elements each, with a gradient for every one."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        sizes = [min(PART, numel - start) for start in range(0, numel, PART)]
+        self.weights = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.empty(size, dtype=torch.bfloat16).normal_()) for size in sizes
+        )
+
+    def forward(self) -> Tensor:
+        """A loss."""
+        return sum((p.float().sum() * 1e-6 for p in self.weights), torch.zeros(()))
+
+
 def make_engine(args: argparse.Namespace) -> ZeroEngine:
     """A model of bf16 weights of 8 million elements each."""
-    sizes = [min(PART, args.numel - start) for start in range(0, args.numel, PART)]
-    model = torch.nn.Module()
-    model.weights = torch.nn.ParameterList(
-        torch.nn.Parameter(torch.empty(size, dtype=torch.bfloat16).normal_()) for size in sizes
-    )
+    model = Flat(args.numel)
     config = ZeroConfig(
         optimizer="nvme",
         nvme_path=args.path,
@@ -138,7 +158,89 @@ def make_engine(args: argparse.Namespace) -> ZeroEngine:
     return ZeroEngine(model, torch.optim.AdamW(model.parameters(), **OPTIONS), config)
 
 
+class DeepSpeed:
+    """DeepSpeed's stage 3 with optimizer states on NVMe, in a pipeline.
+
+    Args:
+        args: numel, and the folder that its files go to.
+        folder: a folder in it.
+    """
+
+    def __init__(self, args: argparse.Namespace, folder: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        # What it reads before anything can be told to it.
+        os.environ.update(
+            DS_ACCELERATOR="cpu",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            RANK="0",
+            LOCAL_RANK="0",
+            WORLD_SIZE="1",
+        )
+        deepspeed: Any = importlib.import_module("deepspeed")
+        adam: Any = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+        model = Flat(args.numel)
+        offload = {
+            "device": "nvme",
+            "nvme_path": folder,
+            "pipeline_read": True,
+            "pipeline_write": True,
+            # Master, gradient and two moments of the sub-groups that are read, updated and written at one time.
+            "buffer_count": 12,
+        }
+        settings = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "zero_optimization": {
+                "stage": 3,
+                "sub_group_size": PART,
+                "stage3_param_persistence_threshold": 0,
+                "offload_optimizer": offload,
+            },
+            "aio": {
+                "block_size": 1 << 20,
+                "queue_depth": 32,
+                "single_submit": False,
+                "overlap_events": True,
+                "intra_op_parallelism": 1,
+            },
+        }
+        optimizer = adam(model.parameters(), adamw_mode=True, **OPTIONS)
+        self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+        swapper = type(self.engine.optimizer.optimizer_swapper).__name__
+        if swapper != "PipelinedOptimizerSwapper":
+            raise RuntimeError(
+                f"DeepSpeed took its {swapper}: only its pipelined swapper is measured here"
+            )
+
+    def prepare(self) -> None:
+        """A gradient, as its step wants it."""
+        self.engine.backward(self.engine())
+
+    def step(self) -> None:
+        """The step; its last write ends in it."""
+        self.engine.step()
+
+
+def deepspeed_side(args: argparse.Namespace, folder: str) -> DeepSpeed | str:
+    """DeepSpeed's side, or why there is none."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return "DeepSpeed is not installed"
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    builder: Any = importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder
+    if not builder().is_compatible(verbose=False):
+        return "DeepSpeed's asynchronous I/O cannot be built here: it needs libaio and its headers"
+    return DeepSpeed(args, folder)
+
+
 def compare(args: argparse.Namespace) -> Report:
+    """Measures every side; DeepSpeed's files go away with it."""
+    with tempfile.TemporaryDirectory(dir=args.path) as folder:
+        return measure(args, deepspeed_side(args, folder) if args.deepspeed else "not asked for")
+
+
+def measure(args: argparse.Namespace, other: DeepSpeed | str) -> Report:
     engine = make_engine(args)
     try:
         parts = Parts(engine)
@@ -150,20 +252,19 @@ def compare(args: argparse.Namespace) -> Report:
             optimizer.step()
             engine.drain()
 
-        engine.backward(
-            sum((p.float().sum() * 1e-6 for p in engine.model.parameters()), torch.zeros(()))
-        )
+        engine.backward(engine.model())
         # The parts alone leave other tiles' bytes in the file, which changes no time.
-        seconds = interleaved(
-            {
-                "step": step,
-                PARTS[0]: parts.read,
-                PARTS[1]: parts.update,
-                PARTS[2]: parts.write,
-                BOTH: parts.both,
-            },
-            args.rounds,
-        )
+        sides: dict[str, Callable[[], object]] = {
+            "step": step,
+            PARTS[0]: parts.read,
+            PARTS[1]: parts.update,
+            PARTS[2]: parts.write,
+            BOTH: parts.both,
+        }
+        prepare: dict[str, Callable[[], object]] = {}
+        if isinstance(other, DeepSpeed):
+            sides[SWAPPER], prepare[SWAPPER] = other.step, other.prepare
+        seconds = interleaved(sides, args.rounds, prepare=prepare)
         slowest = [max(times) for times in zip(*(seconds[name] for name in PARTS), strict=True)]
         seconds["slowest part"] = slowest
         nbytes = sum(tile.nbytes for tile in parts.tiles)
@@ -196,10 +297,22 @@ def compare(args: argparse.Namespace) -> Report:
             notes=[
                 f"step / slowest part: {ratio:.3f} (at most {TARGET:.2f}: {'yes' if ratio <= TARGET else 'no'})",
                 f"step / read beside write: {shared:.3f}",
+                *deepspeed_notes(args, other, seconds),
             ],
         )
     finally:
         engine.close()
+
+
+def deepspeed_notes(
+    args: argparse.Namespace, other: DeepSpeed | str, seconds: dict[str, list[float]]
+) -> list[str]:
+    """What is said of DeepSpeed below the table."""
+    if not args.deepspeed:
+        return []
+    if isinstance(other, str):
+        return [f"{SWAPPER}: skipped, {other}"]
+    return [f"{SWAPPER} / step: {median_ratio(seconds[SWAPPER], seconds['step']):.3f}"]
 
 
 def main() -> None:
@@ -212,6 +325,9 @@ def main() -> None:
     parser.add_argument("--engine", choices=("auto", "uring", "threads"), default="auto")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=None, help="default: every processor")
+    parser.add_argument(
+        "--deepspeed", action="store_true", help="also DeepSpeed's pipelined optimizer swapper"
+    )
     parser.add_argument("--json", type=Path, default=None, help="file to write the results to")
     args = parser.parse_args()
     args.numel = int(args.numel)
