@@ -1,15 +1,19 @@
-"""A whole training step with sharded parameters: stage 3 against FSDP2 (`fully_shard`), same model, on gloo.
+"""A whole training step with sharded parameters: stage 3 against FSDP2 or DeepSpeed's ZeRO-3, same model, on gloo.
 
 Both sides run on the same ranks, step by step in turn, so that a drift of the machine's speed hits both; the figure is the
 median of the per-pair ratios. FSDP2 shards each block and the root, with torch's fused AdamW where it takes sharded
-parameters.
+parameters. DeepSpeed runs its stage 3 on its CPU accelerator in fp32 with torch's fused AdamW, and gathers every parameter
+just in time, as the two others do.
 
     python benchmarks/stage3_step.py --processes 2 --parameters 30e6
+    python benchmarks/stage3_step.py --processes 2 --parameters 30e6 --peer deepspeed
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import os
 import sys
 import tempfile
@@ -27,6 +31,8 @@ from _report import Report, write_json
 from whole_step import Model, row, step_in_turn
 
 from zero_plugin import ZeroConfig, ZeroEngine
+
+PEERS = {"fsdp": "FSDP2, fused AdamW", "deepspeed": "DeepSpeed ZeRO-3"}
 
 
 class Fsdp:
@@ -51,6 +57,42 @@ class Fsdp:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return time.perf_counter() - start, loss.item()
+
+
+class DeepSpeed:
+    """DeepSpeed's ZeRO stage 3; with states in host memory, its own compiled AdamW."""
+
+    def __init__(self, model: nn.Module, options: argparse.Namespace) -> None:
+        rank = str(dist.get_rank())
+        # What it reads before anything can be told to it.
+        os.environ.update(
+            DS_ACCELERATOR="cpu", RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(options.processes)
+        )
+        deepspeed: Any = importlib.import_module("deepspeed")
+        zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+        if options.tier == "host":
+            zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+            adam: Any = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+            optimizer = adam(model.parameters(), lr=1e-4, weight_decay=1e-2)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        settings = {
+            "train_micro_batch_size_per_gpu": options.batch,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": zero,
+        }
+        self.engine = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=settings, dist_init_required=False
+        )[0]
+
+    def step(self, tokens: Tensor) -> tuple[float, float]:
+        """One step; its seconds and its loss."""
+        dist.barrier()
+        start = time.perf_counter()
+        loss = self.engine(tokens)
+        self.engine.backward(loss)
+        self.engine.step()
         return time.perf_counter() - start, loss.item()
 
 
@@ -82,11 +124,17 @@ def run(options: argparse.Namespace) -> Report | None:
         torch.manual_seed(0)
         models.append(Model(options.parameters))
     count = sum(p.numel() for p in models[0].parameters())
-    fsdp, ours = Fsdp(models[0]), Ours(models[1], options.tier)
-    pairs, worst = step_in_turn(fsdp, ours, options, dist.get_rank())
+    peer = Fsdp(models[0]) if options.peer == "fsdp" else DeepSpeed(models[0], options)
+    ours = Ours(models[1], options.tier)
+    pairs, worst = step_in_turn(peer, ours, options, dist.get_rank())
     ours.engine.close()
     if dist.get_rank():
         return None
+    if worst > options.tolerance:
+        raise RuntimeError(
+            f"the losses of both sides differ by {worst:.2g}, more than {options.tolerance:g}: they do not do the same work"
+        )
+    name = PEERS[options.peer]
     ratios = [b / a for a, b in pairs]
     return Report(
         benchmark="training step with sharded parameters",
@@ -100,9 +148,9 @@ def run(options: argparse.Namespace) -> Report | None:
         },
         columns=("side", "median", "min", "max"),
         rows=(
-            row("FSDP2, fused AdamW (s)", [a for a, _ in pairs]),
+            row(f"{name} (s)", [a for a, _ in pairs]),
             row("stage 3 (s)", [b for _, b in pairs]),
-            row("ours / FSDP2, pair by pair", ratios),
+            row(f"ours / {name}, pair by pair", ratios),
         ),
         notes=(f"largest difference of losses: {worst:.2g}",),
     )
@@ -123,6 +171,7 @@ def _worker(rank: int, options: argparse.Namespace, folder: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peer", choices=tuple(PEERS), default="fsdp")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--parameters", type=float, default=30e6)
     parser.add_argument("--tier", choices=("device", "host"), default="device")
@@ -130,8 +179,14 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-4, help="largest difference of losses"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.peer == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        print("skipped: DeepSpeed is not installed")
+        return
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_worker, (options, folder), nprocs=options.processes)
 
