@@ -75,7 +75,9 @@ def test_a_run_that_did_not_ask_is_the_stock_run() -> None:
 
 
 def test_the_environment_selects_us() -> None:
-    found = report("import torch\n", **{SWITCH: "true", SETTINGS: '{"stage": 1}', _autoload.SWITCH: "1"})
+    found = report(
+        "import torch\n", **{SWITCH: "true", SETTINGS: '{"stage": 1}', _autoload.SWITCH: "1"}
+    )
     assert found["class"] == "Accelerator"
     assert found["optimizer"] == "ZeroAcceleratedOptimizer"
     assert found["plain"] == "ZeroSGD"
