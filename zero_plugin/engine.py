@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -273,13 +273,14 @@ class ZeroEngine(SavesCheckpoints, UpdatesLate):
 
     @contextmanager
     def evaluation_context(self) -> Generator[None]:
-        """Around a framework's step without gradients, which all ranks take together.
-
-        Inside, a sharded weight that is used outside its module is gathered, as it is in a step with gradients.
-        """
+        """Around a step without gradients that all ranks take: sharded weights may be used outside their modules."""
         self._check_open("evaluation_context")
         with self._access.computing():
             yield
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Around a forward that is no module's: its activation checkpoints are offloaded too."""
+        return nullcontext() if self._activations is None else self._activations.context()
 
     @contextmanager
     def full_params(self, *, writeback: bool = False) -> Generator[None]:

@@ -209,7 +209,10 @@ class TrainerStrategy(Base):
             if self._buffers_are_due:
                 engine.broadcast_buffers()
             self._buffers_are_due = not self._accumulates
-        return super().training_step(*args, **kwargs)
+        if engine is None or not getattr(self.lightning_module, "automatic_optimization", True):
+            return super().training_step(*args, **kwargs)
+        with engine.forward_context():
+            return super().training_step(*args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

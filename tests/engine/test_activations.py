@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import time
@@ -746,3 +747,19 @@ def test_the_limit_of_files_is_named(tmp_path: Path) -> None:
         gc.collect()
         small = model(features(0, rows=10))
         engine.backward(small)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forward_outside_of_any_module(kind: str) -> None:
+    block = Block(0.0)
+    inputs = torch.ones(ROWS, WIDTH, requires_grad=True)
+    for inside in (False, True):
+        with engine_for(block, activations="host") as (engine, _):
+            around = engine.forward_context() if inside else contextlib.nullcontext()
+            with around:
+                hidden = checkpoint(block, inputs * 1.0, use_reentrant=kind == "reentrant")
+            moved = engine.memory()["host"]["activations"]
+            engine.backward(hidden.square().mean())
+        assert moved == (round_to_pages(ROWS * WIDTH * 4) if inside else 0)
+    with engine_for(Block(0.0)) as (engine, _), engine.forward_context():
+        pass

@@ -347,3 +347,56 @@ def test_converting_to_what_it_is_needs_no_weights() -> None:
             model.to(torch.bfloat16)
         with pytest.raises(ParameterError, match=r"was written to \(data\)"):
             model.half()
+
+
+def test_the_model_under_vmap() -> None:
+    model, plain = build(), build()
+    inputs = features(0)
+    with sharded(model):
+        found = torch.func.vmap(model)(inputs)
+        weight = model.first.weight
+        product = torch.func.vmap(lambda row: F.linear(row, weight))(inputs)
+    assert torch.allclose(found, torch.func.vmap(plain)(inputs))
+    assert torch.allclose(product, F.linear(inputs, plain.first.weight))
+
+
+BEHIND_PYTHON: dict[str, Callable[[Any], Any]] = {
+    "torch.Tensor": torch.Tensor,
+    "vmap": torch.func.vmap(lambda row: row * 1.0),
+}
+"""What reads a parameter's memory without asking `__torch_function__`: outside the promise, see docs/differences.md."""
+
+
+@pytest.mark.parametrize("name", BEHIND_PYTHON)
+def test_reads_behind_python_are_seen_under_poison_and_right_under_full_params(name: str) -> None:
+    model, plain = build(), build()
+    read = BEHIND_PYTHON[name]
+    with sharded(model, debug_poison=True) as (engine, _):
+        assert read(model.first.weight).isnan().all()
+        with engine.full_params():
+            assert torch.equal(read(model.first.weight), read(plain.first.weight))
+
+
+@pytest.mark.parametrize("which", ["script", "trace", "child"])
+def test_torchscript_is_refused(which: str) -> None:
+    model: Any = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 5))
+    if which == "script":
+        model = torch.jit.script(model)
+    elif which == "trace":
+        model = torch.jit.trace(model, features(0))
+    else:
+        model[1] = torch.jit.script(model[1])
+    with pytest.raises(ParameterError, match=r"compiled by TorchScript.*plain module"):
+        sharded(model).__enter__()
+
+
+def test_tracing_a_sharded_model_is_refused() -> None:
+    model, plain = build(), build()
+    with sharded(model) as (engine, _):
+        with pytest.raises(ParameterError, match=r"jit\.trace.*'first'.*full_params"):
+            torch.jit.trace(model, features(0))
+        with engine.full_params():
+            copied = copy.deepcopy(model)
+        traced: Any = torch.jit.trace(copied, features(0))
+        assert torch.equal(traced(features(1)), plain(features(1)))
+        model(features(0))

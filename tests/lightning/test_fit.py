@@ -825,3 +825,33 @@ def wrong_settings(rank: int, size: int) -> None:
 
 def test_wrong_settings_are_refused_at_once() -> None:
     ranks(1, wrong_settings)
+
+
+def checkpoints_in_the_step(rank: int, size: int) -> None:
+    """`checkpoint` called in `training_step` itself, outside of every module's forward."""
+    seen: list[int] = []
+    rows = 4096
+
+    def module(pl: Any) -> Any:
+        class Net(module_class(pl)):
+            def loss(self, batch: Any) -> Any:
+                inputs = batch[0].repeat(rows // len(batch[0]), 1)
+                hidden = torch.utils.checkpoint.checkpoint(self.net, inputs, use_reentrant=False)
+                if torch.is_grad_enabled():
+                    seen.append(self.trainer.strategy.engine.memory()["host"]["activations"])
+                return hidden.square().mean()
+
+        return Net()
+
+    from zero_plugin.integrations.lightning import ZeroOffloadStrategy
+
+    expected = fit("zero_2", size, module=module)
+    seen.clear()
+    assert_same(
+        expected, fit(ZeroOffloadStrategy(stage=2, activations="host"), size, module=module)
+    )
+    assert min(seen) >= rows * 8 * 4
+
+
+def test_checkpoints_in_a_training_step_are_offloaded() -> None:
+    ranks(1, checkpoints_in_the_step)

@@ -516,6 +516,11 @@ class UnitGatherer:
             member.parameter.__class__ = self._guard
 
     def _gather(self, unit: Unit) -> None:
+        if torch.jit.is_tracing():
+            raise ParameterError(
+                f"torch.jit.trace reached unit {unit.name!r}, whose weights are sharded: trace a copy that was made inside "
+                "`with engine.full_params():` (copy.deepcopy(model))"
+            )
         self._here.add(unit)
         for member in unit.members:
             member.alias.untyped_storage().resize_(member.nbytes)

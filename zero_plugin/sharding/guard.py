@@ -385,10 +385,13 @@ def _map_entries(
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Identity of a tensor's memory, the same while it is empty; 0 for one that has none (sparse, opaque)."""
+    """Identity of a tensor's memory, the same while it is empty; 0 for one that has none (sparse, opaque, under vmap)."""
     if tensor.layout != torch.strided:
         return 0
-    return tensor.untyped_storage()._cdata
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:
+        return 0  # A tensor that torch.func made of another one.
 
 
 def _writes(

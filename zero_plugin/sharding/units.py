@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_plugin.errors import ConfigError
+from zero_plugin.errors import ConfigError, ParameterError
 from zero_plugin.sharding.parameters import SUPPORTED_DTYPES
 from zero_plugin.sharding.precut import precut_of
 
@@ -81,7 +81,9 @@ def plan_units(model: nn.Module, *, persist_below: int, max_bytes: int | None = 
 
     Raises:
         ConfigError: a unit is larger than `max_bytes` and cannot be split.
+        ParameterError: a module with parameters is compiled by TorchScript.
     """
+    _check_no_scripts(model)
     blocks = _block_modules(model)
     if max_bytes is not None:
         blocks = _split(model, blocks, persist_below, max_bytes)
@@ -126,6 +128,16 @@ def can_shard(parameter: nn.Parameter, persist_below: int) -> bool:
         and parameter.numel() > 0
         and parameter.numel() >= persist_below
     )
+
+
+def _check_no_scripts(model: nn.Module) -> None:
+    """Refuse what reads the memory of its weights without asking anybody: it would crash the process."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and _owns(module):
+            raise ParameterError(
+                f"module {name or type(module).__name__!r} is compiled by TorchScript, whose code reads weights behind the back of "
+                "Python, also those that are sharded away: use the plain module (or torch.compile) at stage 3, or a stage below"
+            )
 
 
 def _walk(model: nn.Module, blocks: Blocks) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
