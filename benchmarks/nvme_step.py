@@ -186,7 +186,7 @@ class DeepSpeed:
             "nvme_path": folder,
             "pipeline_read": True,
             "pipeline_write": True,
-            # Master, gradient and two moments of the sub-groups that are read, updated and written at one time.
+            # Master, gradient and two moments of the sub-groups that are read, updated and written at one time: 384 MB.
             "buffer_count": 12,
         }
         settings = {
