@@ -44,7 +44,7 @@ from zero_plugin.optim.swap import Tile, TileUpdate
 from zero_plugin.runtime.io import Read, Write
 from zero_plugin.runtime.operations import Update
 
-OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 TARGET = 1.10
 PART = 8_000_000
 BOTH = "read beside write"
