@@ -283,13 +283,21 @@ def test_weights_stay_sharded_where_memory_does_not_hold_them() -> None:
 # ------------------------------------------------------------------ checkpoints
 
 
+def saving_files(name: str) -> Any:
+    """A strategy by its name that writes files at stage 3 too."""
+    from zero_plugin.integrations.lightning import ZeroOffloadStrategy
+    from zero_plugin.integrations.registration import STRATEGIES
+
+    return ZeroOffloadStrategy(checkpoint="file", **STRATEGIES[name])
+
+
 def files(rank: int, size: int, folder: Path) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     runs = {}
     for name in ("zero_2", *SHARDED):
         runs[name] = fit(
-            name,
+            saving_files(name),
             size,
             module=lambda pl: module_class(pl)(optimizer="AdamW", batch_norm=True),
             precision="bf16-true",
@@ -355,11 +363,13 @@ def loads_in_the_middle(rank: int, size: int, folder: Path) -> None:
     def module(pl: Any) -> Any:
         class Net(module_class(pl)):
             def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+                # A file at stage 2, a folder at stage 3.
+                path = folder / f"middle-{self.trainer.strategy.config.stage}.ckpt"
                 if (self.current_epoch, batch_idx) == (0, 2):
-                    self.trainer.save_checkpoint(folder / "middle.ckpt")
+                    self.trainer.save_checkpoint(path)
                 if (self.current_epoch, batch_idx) == (1, 1):
                     trainer = self.trainer
-                    checkpoint = torch.load(folder / "middle.ckpt", weights_only=True)
+                    checkpoint = trainer.strategy.load_checkpoint(path, weights_only=True)
                     trainer.strategy.load_model_state_dict(checkpoint)
                     trainer.strategy.load_optimizer_state_dict(checkpoint)
 
