@@ -148,9 +148,10 @@ def one(  # one row of the table
     features = torch.randn(args.rows, width)
     plain = step_seconds(model, features, 3, None)
     operations = 6 * args.rows * sum(p.numel() for p in model.parameters())
-    settings = dict(SETTINGS[name])
+    settings: dict[str, Any] = dict(SETTINGS[name])
     if "nvme" in settings.values():
         settings["nvme_path"] = folder
+    ahead: dict[str, Any] = {"prefetch_units": 1} if settings["stage"] == 3 else {}
     found = plan(
         model,
         batch=args.rows,
@@ -159,7 +160,7 @@ def one(  # one row of the table
         checkpointing=False,
         alternatives=0,
         **{key: value for key, value in settings.items() if key != "nvme_path"},
-        **({"prefetch_units": 1} if settings["stage"] == 3 else {}),
+        **ahead,
         split_master=False,
     )
     best = found.best

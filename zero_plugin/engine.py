@@ -116,7 +116,13 @@ class ZeroEngine(SavesCheckpoints, UpdatesLate):
                 self._roster, self._states, self._scaler, self._stepper, self._resources
             )
             self._checkpoints = parts.make_checkpoints(
-                model, self.config, self._roster, self._states, self._stepper, self._nonfinite, self._resources
+                model,
+                self.config,
+                self._roster,
+                self._states,
+                self._stepper,
+                self._nonfinite,
+                self._resources,
             )
             self._replicas.equalise()
             self._manage(members)

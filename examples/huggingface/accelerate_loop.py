@@ -7,6 +7,7 @@ accelerate launch --config_file examples/huggingface/zero_offload.yaml \
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -33,7 +34,7 @@ def main() -> None:
     words = tokenizer()
     examples = blocks(words, articles=options.articles, length=options.length)
     loader = DataLoader(
-        examples,  # pyright: ignore[reportArgumentType]
+        examples,
         batch_size=options.batch_size,
         shuffle=True,
         collate_fn=default_data_collator,
@@ -50,7 +51,7 @@ def main() -> None:
                 loss = model(**batch).loss
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    norm: Any = accelerator.clip_grad_norm_(model.parameters(), 1.0)
                     step += 1
                     accelerator.print(f"step {step} loss {loss.item():.4f} norm {norm.item():.3f}")
                 optimizer.step()

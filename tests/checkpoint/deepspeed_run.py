@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,8 +48,8 @@ def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
 
 def main(folder: Path, stage: int) -> None:
     """Train and save."""
-    import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+    deepspeed: Any = importlib.import_module("deepspeed")
+    utils: Any = importlib.import_module("deepspeed.utils")
 
     # It would compile a collective of its own for minutes; gloo does without.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
@@ -78,9 +79,9 @@ def main(folder: Path, stage: int) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             reference[name] = {
-                "master": safe_get_full_fp32_param(parameter).clone(),
-                "exp_avg": safe_get_full_optimizer_state(parameter, "exp_avg").clone(),
-                "exp_avg_sq": safe_get_full_optimizer_state(parameter, "exp_avg_sq").clone(),
+                "master": utils.safe_get_full_fp32_param(parameter).clone(),
+                "exp_avg": utils.safe_get_full_optimizer_state(parameter, "exp_avg").clone(),
+                "exp_avg_sq": utils.safe_get_full_optimizer_state(parameter, "exp_avg_sq").clone(),
             }
     with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
         reference["module"] = {

@@ -49,7 +49,7 @@ class ByReference(torch.optim.AdamW):
     """AdamW whose step is the plain-torch oracle of the compiled one."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         rule = rule_for(torch.optim.AdamW([torch.zeros(1)]))
         assert rule is not None
         for group in self.param_groups:

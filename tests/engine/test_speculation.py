@@ -213,6 +213,7 @@ def test_absent_frozen_and_empty_parameters() -> None:
 
 def test_accumulation_is_learned() -> None:
     """An update before the last micro-batch of a step would be undone: after one step none is begun there."""
+    first = -1
     with Watched() as one:
         for step in range(4):
             one.backward(2 * step)

@@ -87,10 +87,11 @@ def oracle(steps: int) -> Outcome:
             parameter.data.copy_(split(master)[0])
             parameter.grad = None
     outcome.weights = snapshot(model)
-    outcome.state = {
+    state: Any = {
         number: {"master": master, "exp_avg": own[0], "exp_avg_sq": own[1]}
         for number, (master, own) in enumerate(zip(masters, states, strict=True))
     }
+    outcome.state = state
     return outcome
 
 

@@ -24,6 +24,7 @@ from support.lightning_runs import (
     spelling,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 SIZES = [pytest.param(1, id="1 rank"), pytest.param(2, id="2 ranks", marks=pytest.mark.dist)]
 # Stage 2 reduces every micro-batch, and so sums over ranks and micro-batches in another order than DDP.
@@ -836,7 +837,7 @@ def checkpoints_in_the_step(rank: int, size: int) -> None:
         class Net(module_class(pl)):
             def loss(self, batch: Any) -> Any:
                 inputs = batch[0].repeat(rows // len(batch[0]), 1)
-                hidden = torch.utils.checkpoint.checkpoint(self.net, inputs, use_reentrant=False)
+                hidden = checkpoint(self.net, inputs, use_reentrant=False)
                 if torch.is_grad_enabled():
                     seen.append(self.trainer.strategy.engine.memory()["host"]["activations"])
                 return hidden.square().mean()

@@ -100,7 +100,8 @@ def fits(rank: int, size: int, home: str) -> dict[str, Any]:
     trainer = pl.Trainer(strategy="zero_auto", callbacks=[monitor], **{**options, "logger": logger})
     trainer.fit(module_class(pl)(), data(), held_out())
     found["logged"] = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0]
-    found["steps"], found["config"] = trainer.global_step, trainer.strategy.config
+    strategy: Any = trainer.strategy
+    found["steps"], found["config"] = trainer.global_step, strategy.config
     trainer = pl.Trainer(strategy=ZeroOffloadStrategy(auto=True, host=1000), **options)
     try:
         trainer.fit(module_class(pl)(), data(), held_out())
@@ -120,9 +121,10 @@ def fits(rank: int, size: int, home: str) -> dict[str, Any]:
     fabric.backward(model(torch.ones(2, 8)).sum())
     optimizer.step()
     found["moved"] = not torch.equal(before, weight)
-    for engine in fabric.strategy.engines:
+    strategy = fabric.strategy
+    for engine in strategy.engines:
         engine.close()
-    found["fabric"] = fabric.strategy.config
+    found["fabric"] = strategy.config
     return found
 
 

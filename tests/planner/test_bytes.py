@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def test_peak_bytes_of_each_tier(size: int, tmp_path: Path) -> None:
 def test_a_twin_has_no_weights_and_leaves_the_model_alone() -> None:
     model = make_gpt()
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
-    twin = meta_twin(model, torch.bfloat16)
+    twin: Any = meta_twin(model, torch.bfloat16)
     assert {p.device.type for p in twin.parameters()} == {"meta"}
     assert {p.dtype for p in twin.parameters()} == {torch.bfloat16}
     assert twin.head.weight is twin.tokens.weight

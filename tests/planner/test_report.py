@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which a short run left its trace and its figures."""
     folder = tmp_path_factory.mktemp("run")
     model = make_gpt(torch.bfloat16, width=16)
+    last: dict[str, Any] = {}
     with engine_for(model, trace=folder / "trace.json") as (engine, optimizer):
         figures = StepFigures(engine, folder)
         assert figures.summary() == "no step was taken"

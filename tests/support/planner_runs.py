@@ -71,7 +71,7 @@ class HighWater:
 
     def __init__(self, engine: ZeroEngine) -> None:
         self._engine = engine
-        self.peak = dict.fromkeys(TIERS, 0)
+        self.peak: dict[str, int] = dict.fromkeys(TIERS, 0)
 
     def look(self, *_: Any) -> None:
         """Ask now."""

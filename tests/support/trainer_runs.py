@@ -76,6 +76,7 @@ def gpt2() -> Any:
 def t5() -> Any:
     from transformers import T5Config, T5ForConditionalGeneration
 
+    options: dict[str, Any] = {"decoder_start_token_id": 0}
     return T5ForConditionalGeneration(
         T5Config(
             vocab_size=VOCABULARY,
@@ -85,9 +86,9 @@ def t5() -> Any:
             num_layers=2,
             num_heads=4,
             dropout_rate=0.0,
-            decoder_start_token_id=0,
             pad_token_id=0,
             eos_token_id=1,
+            **options,
         )
     )
 

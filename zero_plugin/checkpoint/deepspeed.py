@@ -149,7 +149,7 @@ def _begin(model: Mapping[str, Any]) -> Found:
     """The compute weights and buffers of stages 1 and 2; of stage 3 buffers only."""
     found = Found()
     shared: Mapping[str, str] = dict(model.get("shared_params") or {})
-    buffers = set(model.get("buffer_names") or ())
+    buffers: set[str] = set(model.get("buffer_names") or ())
     module: Mapping[str, Any] = model["module"] or {}
     for name, value in module.items():
         if isinstance(value, Tensor) and name not in shared:

@@ -199,7 +199,8 @@ def _export_torch(
             file.seek(storage._checkpoint_offset)  # noqa: SLF001 - what torch.load keeps for this purpose
             part = _part(catalog, name, entry, dtypes[name], reader)
             for piece in pieces_of([part]):
-                view = memoryview(piece.numpy())
+                array: Any = piece.numpy()
+                view = memoryview(array)
                 while view:
                     view = view[file.write(view) :]
                 progress(len(piece))

@@ -145,7 +145,8 @@ def _gathered(pieces: Iterable[Tensor]) -> Iterator[memoryview]:
     """Small pieces put together: a bias is not worth a system call."""
     small = bytearray()
     for piece in pieces:
-        view = memoryview(piece.numpy())
+        array: Any = piece.numpy()
+        view = memoryview(array)
         if len(view) < _SMALL_BYTES:
             small += view
         if small and (len(view) >= _SMALL_BYTES or len(small) >= _SMALL_BYTES):
@@ -283,7 +284,8 @@ class RangeReader:
         return self._buffer
 
     def _read(self, path: Path, offset: int, target: Tensor) -> None:
-        view = memoryview(target.detach().view(torch.uint8).numpy())
+        array: Any = target.detach().view(torch.uint8).numpy()
+        view = memoryview(array)
         descriptor = self._descriptor(path)
         done = 0
         while done < len(view):
