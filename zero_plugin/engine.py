@@ -275,6 +275,7 @@ class ZeroEngine(SavesCheckpoints, UpdatesLate):
     def evaluation_context(self) -> Generator[None]:
         """Around a step without gradients that all ranks take: sharded weights may be used outside their modules."""
         self._check_open("evaluation_context")
+        self._stepper.note_evaluation()
         with self._access.computing():
             yield
 

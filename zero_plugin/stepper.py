@@ -39,10 +39,12 @@ class _Line:
     Attributes:
         steps: taken so far, skipped ones included.
         held: updates whose weights are not shown yet.
+        told: the step after which an evaluation was last told of.
     """
 
     steps: int = 0
     held: Sequence[Updated] = ()
+    told: int = 0
 
 
 class Stepper:
@@ -186,6 +188,17 @@ class Stepper:
             self._replace_held(line, indices)
 
     # Delayed updates ---------------------------------------------------------------------------------------------
+
+    def note_evaluation(self) -> None:
+        """Say, once a step, which weights an evaluation sees while an update is not shown yet."""
+        for number, line in enumerate(self._lines):
+            if line.held and line.told != line.steps:
+                line.told = line.steps
+                logging.getLogger(__name__).info(
+                    "evaluation after step %d of optimizer %d sees the weights before that step's update, which is delayed",
+                    line.steps,
+                    number,
+                )
 
     def held_chunks(self) -> list[tuple[BlockPlan, Tensor]]:
         """Which members' new weights are not shown yet, and this rank's chunk with them, finished; to look at."""

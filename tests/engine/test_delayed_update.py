@@ -341,15 +341,23 @@ def test_an_aborted_step_leaves_the_pending_update() -> None:
         assert_same_bits(snapshot(model), snapshot(other))
 
 
-def test_evaluation_sees_the_shown_weights_and_changes_nothing() -> None:
+def test_evaluation_sees_the_shown_weights_and_changes_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "zero_plugin")
     model = model_of()
     with delayed(model)[0] as engine:
         take_step(model, engine, 1)
         take_step(model, engine, 2)
         before, held = snapshot(model), engine.delayed_update_state()
-        with torch.no_grad():
-            losses = [model(gpt_batch(9)) for _ in range(2)]
+        losses: list[Tensor] = []
+        for _ in range(2):
+            with engine.evaluation_context(), torch.no_grad():
+                losses.append(model(gpt_batch(9)))
         assert torch.equal(losses[0], losses[1])
+        told = [item.getMessage() for item in caplog.records if "evaluation" in item.getMessage()]
+        assert len(told) == 1
+        assert "after step 2 of optimizer 0" in told[0]
         assert_same_bits(snapshot(model), before)
         assert engine.delayed_update_state() == held
         assert held[0]["held"]
