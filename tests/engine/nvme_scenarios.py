@@ -46,6 +46,7 @@ def build(folder: str, **settings: Any) -> tuple[Any, Any, ZeroEngine]:
 def step(model: Any, optimizer: Any, engine: ZeroEngine, number: int) -> None:
     engine.backward(model(gpt_batch(number)))
     optimizer.step()
+    engine.wait_for_update()
     optimizer.zero_grad()
 
 

@@ -70,6 +70,7 @@ def small_gpt() -> Any:
 def step(engine: ZeroEngine, optimizer: Any, model: Any, number: int) -> None:
     engine.backward(model(gpt_batch(number)))
     optimizer.step()
+    engine.wait_for_update()
     optimizer.zero_grad()
 
 

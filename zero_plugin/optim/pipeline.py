@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from zero_plugin.sharding.parameters import RESIDENT
 from zero_plugin.sharding.partition import Block, rebuild, unpack_pairs
 from zero_plugin.sharding.weights import WeightShards
 
+_T = TypeVar("_T")
 _SLABS = 2
 _SMALLEST = 64
 """Bytes of a slab for a block without elements."""
@@ -201,7 +202,10 @@ class StepPipeline:
         published: list[Published] = []
         for item in self._ordered(plan):
             done = begun(item) if begun is not None else None
-            published.append(self._publish_block(done or self._run_block(item, step)))
+            if done is not None:
+                published.append(self._publish_block(done))
+            else:
+                published.append(self._guarded(item, step, self._run_and_publish))
         return published
 
     def hold(
@@ -209,7 +213,7 @@ class StepPipeline:
     ) -> list[Updated]:
         """Issue every block's update, and leave the compute weights as they are until `publish`."""
         step = _Step(hyper=plan.hyper, states=states, rule=rule, clip=clip, hold=True)
-        return [self._run_block(item, step) for item in self._ordered(plan)]
+        return [self._guarded(item, step, self._issue_block) for item in self._ordered(plan)]
 
     def publish(self, held: Sequence[Updated]) -> list[Published]:
         """Issue the publication of held weights; the next update of a block comes after it."""
@@ -285,10 +289,16 @@ class StepPipeline:
 
     # One block ---------------------------------------------------------------------------------------------------
 
-    def _run_block(self, plan: BlockPlan, step: _Step) -> Updated:
+    def _run_and_publish(self, plan: BlockPlan, step: _Step, leases: list[Lease]) -> Published:
+        return self._publish_block(self._issue_block(plan, step, leases))
+
+    @staticmethod
+    def _guarded(
+        plan: BlockPlan, step: _Step, issue: Callable[[BlockPlan, _Step, list[Lease]], _T]
+    ) -> _T:
         leases: list[Lease] = []
         try:
-            return self._issue_block(plan, step, leases)
+            return issue(plan, step, leases)
         except BaseException:
             # What was not issued will not give its slabs back.
             for lease in leases:
