@@ -69,6 +69,10 @@ Problem make_problem(const std::vector<std::size_t>& sizes, Dtype gradient, Dtyp
       const float value = normal(random);
       std::memcpy(buffers[0].data + 4 * i, &value, 4);
       if (gradient == Dtype::kFloat32) std::memcpy(buffers[3].data + 4 * i, &value, 4);
+      // In split form this is the weight beside what stands where the master would: any pair with a
+      // finite weight above 0 is one, while a remainder below 0 beside a weight of 0 is none.
+      const auto weight = static_cast<std::uint16_t>(0x3f80u + i % 64);
+      if (output == Dtype::kBfloat16) std::memcpy(buffers[4].data + 2 * i, &weight, 2);
       const auto half = static_cast<std::uint16_t>(0x3c00u + random() % 64);
       if (gradient != Dtype::kFloat32) std::memcpy(buffers[3].data + 2 * i, &half, 2);
     }

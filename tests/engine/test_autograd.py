@@ -358,7 +358,7 @@ USES: dict[str, Callable[[Any], Any]] = {
     "detach": lambda m: m.first.weight.grad.detach().sum(),
     "item": lambda m: m.second.bias.grad[0].item(),
     "numpy": lambda m: m.first.weight.grad.numpy(),
-    "cpu": lambda m: m.first.weight.grad.cpu(),
+    "numpy of a copy": lambda m: m.first.weight.grad.clone().numpy(),
     "norm": lambda m: m.first.weight.grad.norm(),
     "data": lambda m: m.first.weight.grad.data.sum(),
     "isfinite": lambda m: torch.isfinite(m.first.weight.grad).all(),

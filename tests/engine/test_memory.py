@@ -112,7 +112,7 @@ def big_storages() -> dict[int, int]:
     gc.collect()
     found: dict[int, int] = {}
     for item in gc.get_objects():
-        if type(item) is Tensor and item.device.type == "cpu":
+        if type(item) is Tensor and item.device.type == "cpu" and item.layout == torch.strided:
             storage = item.untyped_storage()
             if storage.nbytes() >= 4096:
                 found[storage.data_ptr()] = storage.nbytes()

@@ -613,6 +613,7 @@ def big_storages() -> dict[int, int]:
         for item in gc.get_objects()
         if type(item) is Tensor
         and item.device.type == "cpu"
+        and item.layout == torch.strided
         and item.untyped_storage().nbytes() >= PAGE
     }
 

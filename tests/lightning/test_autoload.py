@@ -47,7 +47,10 @@ FILES = {
     + REGISTRY
     + "STRATEGY_REGISTRY = Registry()\nLATE\n",
 }
-NAMES = ["zero_1", "zero_2", "zero_3", "zero_3_offload", "zero_infinity", "zero_offload"]
+NAMES = [
+    *("zero_1", "zero_2", "zero_3", "zero_3_offload"),
+    *("zero_auto", "zero_infinity", "zero_offload"),
+]
 
 
 def stand_ins(folder: Path, torch_in: str) -> Path:
