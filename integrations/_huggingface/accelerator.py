@@ -331,17 +331,17 @@ def make(
         if config.loss_scale is None:
             config = dataclasses.replace(config, loss_scale="dynamic")
     accelerator._zero = Prepared(config)  # noqa: SLF001
-    accelerator.__class__ = _class_over(type(accelerator))
+    accelerator.__class__ = class_over(ZeroAccelerator, type(accelerator))
 
 
 @functools.cache
-def _class_over(stock: type[Any]) -> type[Any]:
-    """Our class over an Accelerator class; it keeps the name."""
-    if issubclass(stock, ZeroAccelerator):
+def class_over(ours: type[Any], stock: type[Any]) -> type[Any]:
+    """Our class over one of a library's; it keeps that one's name."""
+    if issubclass(stock, ours):
         return stock
     return type(
         stock.__name__,
-        (ZeroAccelerator, stock),
+        (ours, stock),
         {
             "__module__": stock.__module__,
             "__qualname__": stock.__qualname__,

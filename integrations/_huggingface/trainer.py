@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 from contextlib import contextmanager, nullcontext
@@ -13,7 +12,7 @@ import torch
 import transformers
 
 from zero_plugin.errors import ConfigError, FrameworkError
-from zero_plugin.integrations._huggingface.accelerator import ZeroAccelerator, original
+from zero_plugin.integrations._huggingface.accelerator import ZeroAccelerator, class_over, original
 from zero_plugin.integrations._lightning.common import is_built_in_shards
 from zero_plugin.integrations._lightning.precision import from_grad_scaler, to_grad_scaler
 
@@ -192,7 +191,7 @@ def adopt(trainer: Any) -> None:
             trainer.args.n_gpu,
         )
         trainer.args._n_gpu = 1  # noqa: SLF001 - as the Trainer itself does to keep nn.DataParallel away
-    trainer.__class__ = _class_over(type(trainer))
+    trainer.__class__ = class_over(ZeroTrainer, type(trainer))
 
 
 def _reads_its_modules(model: Any) -> bool:
@@ -201,20 +200,4 @@ def _reads_its_modules(model: Any) -> bool:
         base.__name__ == "AuxiliaryTrainingWrapper"
         for module in model.modules()
         for base in type(module).__mro__
-    )
-
-
-@functools.cache
-def _class_over(stock: type[Any]) -> type[Any]:
-    """Our class over a Trainer class; it keeps the name."""
-    if issubclass(stock, ZeroTrainer):
-        return stock
-    return type(
-        stock.__name__,
-        (ZeroTrainer, stock),
-        {
-            "__module__": stock.__module__,
-            "__qualname__": stock.__qualname__,
-            "__doc__": stock.__doc__,
-        },
     )

@@ -60,14 +60,12 @@ class UndoMemory:
 
     def planned(self, blocks: Sequence[tuple[Block, int]]) -> int:
         """Bytes that blocks, each with its number of states beside the master, would take together."""
-        return self._fitting([block.chunk * 4 * (count + 1) for block, count in blocks])[1]
+        return self._fitting(_sizes_in_order(blocks))[1]
 
     def add_blocks(self, blocks: Sequence[tuple[Block, int]]) -> None:
         """Reserve memory for new blocks as far as the limit allows, those whose gradients come first before the others."""
-        # Gradients come in the reverse order of the forward.
-        order = list(reversed(blocks))
-        fitting, _ = self._fitting([block.chunk * 4 * (count + 1) for block, count in order])
-        for number, (block, count) in enumerate(order):
+        fitting, _ = self._fitting(_sizes_in_order(blocks))
+        for number, (block, count) in enumerate(reversed(blocks)):
             if number not in fitting:
                 continue
             nbytes = block.chunk * 4
@@ -93,6 +91,11 @@ class UndoMemory:
                 chosen.add(number)
                 taken += size
         return chosen, taken
+
+
+def _sizes_in_order(blocks: Sequence[tuple[Block, int]]) -> list[int]:
+    """Bytes of each block's old states; gradients come in the reverse order of the forward."""
+    return [block.chunk * 4 * (count + 1) for block, count in reversed(blocks)]
 
 
 class Speculator:
