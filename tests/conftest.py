@@ -45,6 +45,22 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How many seeds the tests of many schedules try."""
+    parser.addoption(
+        "--schedules",
+        type=int,
+        default=200,
+        help="seeded chaos schedules of each test that tries many",
+    )
+
+
+@pytest.fixture
+def schedules(request: pytest.FixtureRequest) -> int:
+    """How many seeds a test of many schedules tries, in all its cases together."""
+    return int(request.config.getoption("--schedules"))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Lets `kill -USR1` show the stacks of a test run that seems to hang."""
     del config
