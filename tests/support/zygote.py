@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import os
@@ -321,6 +322,7 @@ class Zygote:
         sys.path[:] = job.search_path
         for name in job.preload:
             importlib.import_module(name)
+        gc.freeze()  # so that no collection in a rank walks through what the libraries made when they were imported
         tasks = Path("/proc/self/task")
         count = len(list(tasks.iterdir())) if tasks.is_dir() else 1
         if count != 1:
