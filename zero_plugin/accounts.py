@@ -85,12 +85,15 @@ class Accounts:
             table["device"]["staging"] += sharded.gatherer.staging_bytes
             table["host"]["staging"] += sharded.shards.staging_bytes
         states = [block for item in self._states for block in item.blocks.values()]
-        table[config.optimizer]["master"] = sum(item.master_bytes for item in states)
-        table[config.optimizer]["moments"] = sum(item.moment_bytes for item in states)
-        table[config.gradients]["gradients"] = self._gradients.gradient_bytes
+        for item in states:
+            table[item.tier]["master"] += item.master_bytes
+            table[item.tier]["moments"] += item.moment_bytes
+            tier = self._gradients.tier_of(item.block)
+            table[tier]["gradients"] += self._gradients.bytes_of(item.block)
         table["device"]["staging"] += self._buckets.nbytes + self._workspace()
-        table[_home(config.gradients)]["staging"] += self._gradients.staging_bytes
-        table[_home(config.optimizer)]["staging"] += self._pipeline.staging_bytes
+        for memory in ("device", "host"):
+            table[memory]["staging"] += self._gradients.staging_bytes(memory)
+            table[memory]["staging"] += self._pipeline.staging_bytes(memory)
         if self._swap is not None:
             table["host"]["staging"] += self._swap.staging_bytes
         if self._undo is not None:
@@ -117,14 +120,16 @@ class Accounts:
             nbytes = block.chunk * sum(form.widths)
             if self._swap is not None:
                 nbytes = self._swap.file_bytes(block, form)
-            need[config.optimizer] += max(nbytes, _SMALLEST)
-            need[config.gradients] += self._gradients.set_bytes(block)
+            home = "device" if block.on_device else config.optimizer
+            need[home] += max(nbytes, _SMALLEST)
+            need[self._gradients.tier_of(block)] += self._gradients.set_bytes(block)
         if self._sharded is not None:
             needs = self._sharded.needs(more)
             need[config.params] += needs.shards
             need["device"] += needs.staging + needs.gathered
             need["host"] += needs.host_staging
-        need[_home(config.optimizer)] += self._pipeline.planned(every)
+        for memory, nbytes in self._pipeline.planned(every).items():
+            need[memory] += nbytes
         if isinstance(self._gradients, SwappedGradients):
             need["host"] += self._gradients.planned(every)
         if self._swap is not None:
@@ -135,14 +140,13 @@ class Accounts:
         return need
 
     def with_states(self, blocks: Sequence[Block]) -> list[tuple[Block, int]]:
-        """Blocks with the number of their states beside the master."""
-        return [(block, self._states[block.optimizer].num_states) for block in blocks]
+        """Blocks in host memory with the number of their states beside the master."""
+        return [
+            (block, self._states[block.optimizer].num_states)
+            for block in blocks
+            if not block.on_device
+        ]
 
     def formed(self, blocks: Sequence[Block]) -> list[tuple[Block, StateForm]]:
         """Blocks with what is kept of their states."""
         return [(block, self._states[block.optimizer].form_of(block)) for block in blocks]
-
-
-def _home(tier: Tier) -> Tier:
-    """Where bytes of a tier pass through on their way to the update."""
-    return "device" if tier == "device" else "host"

@@ -99,6 +99,9 @@ class ZeroConfig:
     optimizer: Tier = "host"
     """Tier of the fp32 master weights and moments, and where the update is computed."""
 
+    device_fraction: float = 0.0
+    """With `optimizer="host"`: most of the states, 0 to 1, that stay on the device and are updated there at the same time."""
+
     gradients: Tier = "host"
     """Tier of the reduced gradients."""
 
@@ -418,6 +421,26 @@ class ZeroConfig:
                     f"speculate=True contradicts {name}=True: leave one of the two out"
                 )
 
+    def _check_fraction(self) -> None:
+        value = self.device_fraction
+        if type(value) not in (int, float) or not 0 <= value <= 1:
+            raise ConfigError(f"device_fraction={value!r} must be a number from 0 to 1")
+        if not value:
+            return
+        if self.optimizer != "host":
+            raise ConfigError(
+                f"device_fraction={value!r} needs optimizer='host', not {self.optimizer!r}: it is the part of the host's states "
+                "that stays on the device"
+            )
+        if self.gradients == "nvme":
+            raise ConfigError(
+                f"device_fraction={value!r} is not supported with gradients='nvme': set gradients='host' or 'device'"
+            )
+        if self.split_master:
+            raise ConfigError(
+                f"device_fraction={value!r} contradicts split_master=True, which is not supported on the device: leave one out"
+            )
+
     def _check_below_stage_3(self) -> None:
         if self.shards_parameters:
             return
@@ -488,6 +511,7 @@ class ZeroConfig:
     def _check_combinations(self) -> None:
         self._check_below_stage_3()
         self._check_split()
+        self._check_fraction()
         self._check_nvme()
         if self.delayed_update and self.optimizer == "device":
             raise ConfigError(

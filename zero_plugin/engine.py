@@ -579,6 +579,7 @@ class ZeroEngine(SavesCheckpoints, UpdatesLate):
             self._place,
             wire_bytes=DTYPES[self.config.reduce_dtype].itemsize,
             limit=self.config.bucket_size,
+            device_fraction=self.config.device_fraction,
         )
         self._budget.plan(self._accounts.needed(self.model, self._roster.blocks, blocks))
         with untraced(), torch.inference_mode(mode=False), torch.no_grad():

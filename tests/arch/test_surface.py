@@ -19,6 +19,7 @@ CONFIG_FIELDS = [
     *("stage", "params", "optimizer", "gradients", "activations"),
     *("nvme_path", "device_limit", "host_limit", "pinned_limit", "nvme_limit"),
     *("nvme_engine", "nvme_buffer_bytes", "nvme_cache_bytes", "nvme_checksum", "split_master"),
+    "device_fraction",
     *("overlap", "speculate", "undo_bytes", "nonfinite", "nonfinite_patience"),
     *("delayed_update", "delayed_update_warmup", "trace"),
     *("reduce_dtype", "gradient_dtype", "bucket_bytes"),

@@ -17,7 +17,7 @@ from torch import Tensor
 from zero_plugin.budget import Budget
 from zero_plugin.config import Tier
 from zero_plugin.grads.norm import NormSummary, merge_partials, read_partial
-from zero_plugin.runtime.backend import Backend, Ticket
+from zero_plugin.runtime.backend import Backend, Lane, Ticket
 from zero_plugin.runtime.buffers import Lease, SlabPool
 from zero_plugin.runtime.memory import round_to_pages
 from zero_plugin.runtime.operations import Accumulate, Copy, NormPartials, Zero
@@ -101,25 +101,21 @@ class GradientShards:
         self._shards: dict[int, Shard] = {}
         self._blocks: dict[int, Block] = {}
         self._widest = 2
-        self._staging: SlabPool | None = None
-        kind = "device" if tier == "device" else "host"
-        self._lane = backend.lane("gradients", kind)
+        self._staging: dict[Tier, SlabPool] = {}
         self._fetches = backend.lane("fetch", "device")
 
-    @property
-    def tier(self) -> Tier:
-        """Where the chunks lie."""
-        return self._tier
+    def tier_of(self, block: Block) -> Tier:
+        """Where a block's chunk lies."""
+        return "device" if block.on_device else self._tier
 
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of all chunks, fp32 accumulators included."""
-        return sum(shard.nbytes for shard in self._shards.values())
+    def bytes_of(self, block: Block) -> int:
+        """Bytes of a block's chunks, fp32 accumulators included."""
+        return self._shards[block.index].nbytes
 
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes of the staging slabs."""
-        return 0 if self._staging is None else self._staging.nbytes
+    def staging_bytes(self, tier: Tier) -> int:
+        """Bytes of the staging slabs in a tier."""
+        pool = self._staging.get(tier)
+        return 0 if pool is None else pool.nbytes
 
     def dtype(self, block: Block) -> torch.dtype:
         """Dtype of one contribution of a block."""
@@ -148,7 +144,8 @@ class GradientShards:
         shard = self._first_or_next(block)
         dtype = torch.float32 if exact else self.dtype(block)
         if shard.contributions:
-            lease = self._staging_pool(dtype).acquire(f"gradient of {block.name}")
+            pool = self._staging_pool(dtype, self.tier_of(block))
+            lease = pool.acquire(f"gradient of {block.name}")
             return Arrival(chunk=lease.tensor(dtype, block.chunk), lease=lease, after=())
         shard.in_wide = dtype == torch.float32
         chunk = self._wide(block, shard) if shard.in_wide else shard.low
@@ -180,7 +177,7 @@ class GradientShards:
             shard.ready = written
         else:
             wide = self._promote(block, shard)
-            shard.ready = self._lane.submit(
+            shard.ready = self._lane(block).submit(
                 Accumulate(destination=wide, source=arrival.chunk),
                 after=(written, *tickets_of(shard.ready)),
             )
@@ -282,7 +279,7 @@ class GradientShards:
         shard = self._shards[block.index]
         chunk, after = self.chunk(block)
         shard.norm = None
-        shard.ready = self._lane.submit(
+        shard.ready = self._lane(block).submit(
             Zero(destinations=(block.own_view(chunk, position),)), after=after
         )
 
@@ -304,13 +301,17 @@ class GradientShards:
 
     def close(self) -> None:
         """Give the staging slabs back."""
-        if self._staging is not None:
-            self._staging.close()
-            self._staging = None
+        for pool in self._staging.values():
+            pool.close()
+        self._staging.clear()
+
+    def _lane(self, block: Block) -> Lane:
+        tier = self.tier_of(block)
+        name = "gradients" if tier == self._tier else "gradients on device"
+        return self._backend.lane(name, "device" if tier == "device" else "host")
 
     def _start_norm(self, block: Block, shard: Shard) -> None:
-        del block
-        shard.norm = self._lane.submit(
+        shard.norm = self._lane(block).submit(
             NormPartials(sources=(self._current(shard),)), after=tickets_of(shard.ready)
         )
         shard.ready = shard.norm
@@ -321,14 +322,14 @@ class GradientShards:
 
     def _wide(self, block: Block, shard: Shard) -> Tensor:
         if shard.wide is None:
-            self._budget.take(self._tier, block.chunk * 4)
-            shard.wide = self._allocate(block.chunk, torch.float32)
+            self._budget.take(self.tier_of(block), block.chunk * 4)
+            shard.wide = self._allocate(block, torch.float32)
         return shard.wide
 
     def _promote(self, block: Block, shard: Shard) -> Tensor:
         wide = self._wide(block, shard)
         if not shard.in_wide:
-            shard.ready = self._lane.submit(
+            shard.ready = self._lane(block).submit(
                 Copy(destinations=(wide,), sources=(shard.low,)), after=tickets_of(shard.ready)
             )
             shard.in_wide = True
@@ -340,34 +341,36 @@ class GradientShards:
 
     def _make_shard(self, block: Block) -> Shard:
         dtype = self.dtype(block)
-        low = self._allocate(block.chunk, dtype)
+        low = self._allocate(block, dtype)
         wide = low if dtype == torch.float32 else None
         return Shard(low=low, wide=wide, in_wide=wide is not None)
 
-    def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        raw = self._backend.allocate(
-            max(numel * dtype.itemsize, _SMALLEST), "device" if self._tier == "device" else "host"
-        )
+    def _allocate(self, block: Block, dtype: torch.dtype) -> Tensor:
+        nbytes = block.chunk * dtype.itemsize
+        memory = "device" if self.tier_of(block) == "device" else "host"
+        raw = self._backend.allocate(max(nbytes, _SMALLEST), memory)
         raw.zero_()
-        return raw[: numel * dtype.itemsize].view(dtype)
+        return raw[:nbytes].view(dtype)
 
-    def _staging_pool(self, dtype: torch.dtype) -> SlabPool:
+    def _staging_pool(self, dtype: torch.dtype, tier: Tier) -> SlabPool:
         self._widest = max(self._widest, dtype.itemsize)
-        largest = max(block.chunk for block in self._blocks.values()) * self._widest
-        if self._staging is not None and self._staging.slab_bytes < largest:
-            self._staging.close()
-            self._staging = None
-        if self._staging is None:
-            self._budget.take(self._tier, 2 * round_to_pages(largest))
-            self._staging = SlabPool(
+        chunks = [block.chunk for block in self._blocks.values() if self.tier_of(block) == tier]
+        largest = max(chunks) * self._widest
+        pool = self._staging.get(tier)
+        if pool is not None and pool.slab_bytes < largest:
+            self._staging.pop(tier).close()
+            pool = None
+        if pool is None:
+            self._budget.take(tier, 2 * round_to_pages(largest))
+            pool = self._staging[tier] = SlabPool(
                 name="gradient staging",
                 backend=self._backend,
                 slab_bytes=largest,
                 slabs=2,
-                memory="device" if self._tier == "device" else "host",
+                memory="device" if tier == "device" else "host",
                 setting="bucket_bytes",
             )
-        return self._staging
+        return pool
 
 
 def tickets_of(ticket: Ticket[Any] | None) -> tuple[Ticket[Any], ...]:

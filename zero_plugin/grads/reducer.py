@@ -376,7 +376,7 @@ class GradientReducer:
             Copy(
                 destinations=tuple(pair[0] for pair in pairs),
                 sources=tuple(pair[1] for pair in pairs),
-                direction=None if self._shards.tier == "device" else "device_to_host",
+                direction=None if self._shards.tier_of(block) == "device" else "device_to_host",
                 label=f"offload {block.name}",
             ),
             after=after,
@@ -418,7 +418,7 @@ class GradientReducer:
             self._announced = None
         ready = self._backend.mark(f"gradients of {block.name}")
         arrival = self._shards.arrive(block, exact=self._exact)
-        stays = self._shards.tier == "device"
+        stays = self._shards.tier_of(block) == "device"
         staging = None if stays else self._buckets.acquire_chunk(f"reduced {block.name}")
         output = (
             arrival.chunk if staging is None else staging.tensor(arrival.chunk.dtype, block.chunk)

@@ -71,10 +71,9 @@ class SwappedGradients(GradientShards):
         self._writes = backend.lane("write gradients", "host")
         self._uploads = backend.lane("fetch", "device")
 
-    @property
     @override
-    def gradient_bytes(self) -> int:
-        return sum(files.nbytes for files in self._files.values())
+    def bytes_of(self, block: Block) -> int:
+        return self._files[block.index].nbytes
 
     def planned(self, blocks: Sequence[Block]) -> int:
         """Bytes of host slabs with these blocks."""
@@ -117,7 +116,7 @@ class SwappedGradients(GradientShards):
         dtype = torch.float32 if exact else self.dtype(block)
         # Adding up needs fp32 slabs; they are made wider here, where none is held.
         adds = self._first_or_next(block).contributions > 0
-        pool = self._staging_pool(torch.float32 if adds else dtype)
+        pool = self._slabs(torch.float32 if adds else dtype)
         lease = pool.acquire(f"gradient of {block.name}")
         return Arrival(chunk=lease.tensor(dtype, block.chunk), lease=lease, after=())
 
@@ -126,11 +125,11 @@ class SwappedGradients(GradientShards):
         shard, files = self._shards[block.index], self._files[block.index]
         source, lease, ready = arrival.chunk, arrival.lease, written
         if shard.contributions:
-            pool = self._staging_pool(torch.float32)
+            pool = self._slabs(torch.float32)
             wide_lease = pool.acquire(f"sum of gradients of {block.name}")
             wide = wide_lease.tensor(torch.float32, block.chunk)
             old = self._read_wide(block, wide)
-            ready = self._lane.submit(
+            ready = self._lane(block).submit(
                 Accumulate(destination=wide, source=arrival.chunk), after=(written, *old)
             )
             if lease is not None:
@@ -141,7 +140,7 @@ class SwappedGradients(GradientShards):
         shard.norm = None
         held: list[Ticket[Any]] = []
         if last:
-            shard.norm = self._lane.submit(NormPartials(sources=(source,)), after=(ready,))
+            shard.norm = self._lane(block).submit(NormPartials(sources=(source,)), after=(ready,))
             held.append(shard.norm)
         shard.ready = self._write(block, source, (ready, *tickets_of(shard.ready)))
         held.append(shard.ready)
@@ -152,7 +151,7 @@ class SwappedGradients(GradientShards):
     def chunk(self, block: Block) -> tuple[Tensor, tuple[Ticket[Any], ...]]:
         """A copy of a block's summed gradient in host memory, to look at."""
         files = self._files[block.index]
-        lease = self._staging_pool(files.dtype).acquire(f"gradient of {block.name}")
+        lease = self._slabs(files.dtype).acquire(f"gradient of {block.name}")
         here = lease.tensor(files.dtype, block.chunk)
         self._read(block, here).wait()
         copy = here.clone()
@@ -174,7 +173,7 @@ class SwappedGradients(GradientShards):
     ) -> tuple[Ticket[Any], ...]:
         if not on_device:
             return (self._read(block, destination, free),)
-        lease = self._staging_pool(destination.dtype).acquire(f"gradient of {block.name}")
+        lease = self._slabs(destination.dtype).acquire(f"gradient of {block.name}")
         here = lease.tensor(destination.dtype, block.chunk)
         uploaded = self._uploads.submit(
             Copy(
@@ -191,7 +190,7 @@ class SwappedGradients(GradientShards):
     @override
     def zero_member(self, block: Block, position: int) -> None:
         shard, files = self._shards[block.index], self._files[block.index]
-        lease = self._staging_pool(files.dtype).acquire(f"gradient of {block.name}")
+        lease = self._slabs(files.dtype).acquire(f"gradient of {block.name}")
         here = lease.tensor(files.dtype, block.chunk)
         self._read(block, here).wait()
         block.own_view(here, position).zero_()
@@ -204,9 +203,9 @@ class SwappedGradients(GradientShards):
     @override
     def _start_norm(self, block: Block, shard: Shard) -> None:
         files = self._files[block.index]
-        lease = self._staging_pool(files.dtype).acquire(f"gradient of {block.name}")
+        lease = self._slabs(files.dtype).acquire(f"gradient of {block.name}")
         here = lease.tensor(files.dtype, block.chunk)
-        shard.norm = self._lane.submit(
+        shard.norm = self._lane(block).submit(
             NormPartials(sources=(here,)), after=(self._read(block, here),)
         )
         lease.release(after=shard.norm)
@@ -216,9 +215,9 @@ class SwappedGradients(GradientShards):
         files = self._files[block.index]
         if files.dtype == torch.float32:
             return (self._read(block, wide),)
-        lease = self._staging_pool(torch.float32).acquire(f"gradient of {block.name}")
+        lease = self._slabs(torch.float32).acquire(f"gradient of {block.name}")
         low = lease.tensor(files.dtype, block.chunk)
-        widened = self._lane.submit(
+        widened = self._lane(block).submit(
             Copy(destinations=(wide,), sources=(low,)), after=(self._read(block, low),)
         )
         lease.release(after=widened)
@@ -260,17 +259,16 @@ class SwappedGradients(GradientShards):
             after=after,
         )
 
-    @override
-    def _staging_pool(self, dtype: torch.dtype) -> SlabPool:
+    def _slabs(self, dtype: torch.dtype) -> SlabPool:
         widest = max(self._widest, dtype.itemsize)
-        if self._staging is None or widest > self._widest:
+        pool = self._staging.get("host")
+        if pool is None or widest > self._widest:
             self._widest = widest
             largest = max(block.chunk for block in self._blocks.values()) * widest
-            if self._staging is not None:
-                self._staging.close()
-                self._staging = None
+            if pool is not None:
+                self._staging.pop("host").close()
             self._budget.take("host", _SLABS * round_to_pages(largest))
-            self._staging = SlabPool(
+            pool = self._staging["host"] = SlabPool(
                 name="gradients on their way",
                 backend=self._backend,
                 slab_bytes=largest,
@@ -278,4 +276,4 @@ class SwappedGradients(GradientShards):
                 memory="host",
                 setting="bucket_bytes",
             )
-        return self._staging
+        return pool

@@ -59,13 +59,18 @@ class StateForms:
     splits: bool
     holds: bool = False
 
+    def tier_of(self, block: Block) -> Tier:
+        """Where a block's states lie."""
+        return "device" if block.on_device else self.optimizer
+
     def of(self, block: Block, states: int) -> StateForm:
         """The form of a block with so many states beside the master."""
         tier = "device" if block.unit == RESIDENT else self.params
+        home = self.tier_of(block)
         if block.dtype == torch.bfloat16 and self.splits and block.unit != RESIDENT:
             return StateForm(master="split", states=states)
         # A block in files without any state would have nothing there that the update goes through.
         serves = not self.holds and (tier != "nvme" or states > 0)
-        if block.dtype == torch.float32 and tier == self.optimizer and serves:
+        if block.dtype == torch.float32 and tier == home and serves:
             return StateForm(master="weights", states=states)
         return StateForm(master="whole", states=states)

@@ -24,7 +24,7 @@ from zero_plugin.optim.blocks import BlockStates, BlockUpdate
 from zero_plugin.optim.plan import BlockPlan, StepPlan
 from zero_plugin.optim.rule import Rule
 from zero_plugin.optim.swap import SwappedStates, Tile
-from zero_plugin.runtime.backend import Backend
+from zero_plugin.runtime.backend import Backend, Lane
 from zero_plugin.runtime.buffers import Lease, LeaseState, SlabPool
 from zero_plugin.runtime.memory import round_to_pages
 from zero_plugin.runtime.operations import Collective, Copy, Update
@@ -35,6 +35,8 @@ from zero_plugin.sharding.partition import Block, rebuild, unpack_pairs
 from zero_plugin.sharding.weights import WeightShards
 
 _T = TypeVar("_T")
+_Memory = Literal["device", "host"]
+"""Where an update runs; states on NVMe come to host memory for it."""
 _SLABS = 2
 _SMALLEST = 64
 """Bytes of a slab for a block without elements."""
@@ -117,49 +119,63 @@ class StepPipeline:
         self._backend = backend
         self._group = group
         self._gradients = gradients
-        # Where the update runs: states on NVMe come to host memory for it.
-        self._tier: Literal["device", "host"] = "device" if tier == "device" else "host"
+        # Of blocks that do not stay on the device.
+        self._tier: _Memory = "device" if tier == "device" else "host"
         self._buckets = buckets
         self._gathers = sharded and group.size > 1
-        self._updates = backend.lane("update", self._tier)
         self._upload = backend.lane("upload", "device")
         self._collectives = backend.lane("collectives", "device")
         self._publish = backend.lane("publish", "device")
-        self._outputs: SlabPool | None = None
-        self._inputs: SlabPool | None = None
+        self._outputs: dict[_Memory, SlabPool] = {}
+        self._inputs: dict[_Memory, SlabPool] = {}
         self._holds = holds
-        self._held: dict[int, Tensor] = {}
+        self._held: dict[int, tuple[_Memory, Tensor]] = {}
         self._running: dict[int, Ticket[Any]] = {}
 
-    def planned(self, blocks: Sequence[Block]) -> int:
-        """Bytes of staging in the optimizer's tier with these blocks."""
-        held = sum(block.chunk * block.dtype.itemsize for block in blocks if self._keeps(block))
-        return held + sum(_SLABS * round_to_pages(size) for size in self._sizes(blocks) if size)
+    def planned(self, blocks: Sequence[Block]) -> dict[_Memory, int]:
+        """Bytes of staging in each memory with these blocks."""
+        planned: dict[_Memory, int] = {"device": 0, "host": 0}
+        for block in blocks:
+            if self._keeps(block):
+                planned[self._memory(block)] += block.chunk * block.dtype.itemsize
+        for memory in planned:
+            sizes = self._sizes(blocks, memory)
+            planned[memory] += sum(_SLABS * round_to_pages(size) for size in sizes if size)
+        return planned
 
     def add_blocks(self, blocks: Sequence[Block]) -> None:
         """Reserve staging for the largest block, and what holds the updated weights of each."""
         for block in blocks:
             if self._keeps(block) and block.index not in self._held:
                 nbytes = block.chunk * block.dtype.itemsize
-                raw = self._backend.allocate(max(nbytes, _SMALLEST), self._tier)
-                self._held[block.index] = raw[:nbytes].view(block.dtype)
-        outputs, inputs = self._sizes(blocks)
-        if outputs:
-            self._outputs = self._reserve(self._outputs, "updated weights", outputs)
-        if inputs:
-            self._inputs = self._reserve(self._inputs, "gradients for the update", inputs)
+                raw = self._backend.allocate(max(nbytes, _SMALLEST), self._memory(block))
+                chunk = raw[:nbytes].view(block.dtype)
+                self._held[block.index] = (self._memory(block), chunk)
+        for memory in ("device", "host"):
+            outputs, inputs = self._sizes(blocks, memory)
+            self._reserve(self._outputs, memory, "updated weights", outputs)
+            self._reserve(self._inputs, memory, "gradients for the update", inputs)
 
-    def _sizes(self, blocks: Sequence[Block]) -> tuple[int, int]:
-        """Bytes of the largest low-precision chunk to write, and of the largest gradient to fetch."""
+    def _memory(self, block: Block) -> _Memory:
+        """Where a block is updated."""
+        return "device" if block.on_device else self._tier
+
+    def _lane(self, block: Block) -> Lane:
+        memory = self._memory(block)
+        return self._backend.lane("update" if memory == self._tier else "update on device", memory)
+
+    def _sizes(self, blocks: Sequence[Block], memory: _Memory) -> tuple[int, int]:
+        """Bytes of the largest low-precision chunk to write, and of the largest gradient to fetch, to update in a memory."""
+        here = [block for block in blocks if self._memory(block) == memory]
         outputs = [
             max(block.chunk * block.dtype.itemsize, _SMALLEST)
-            for block in blocks
+            for block in here
             if self._stages_output(block)
         ]
         inputs = [
             max(block.chunk * 4, _SMALLEST)
-            for block in blocks
-            if self._gradients.tier != self._tier
+            for block in here
+            if self._gradients.tier_of(block) != memory
         ]
         return max(outputs, default=0), max(inputs, default=0)
 
@@ -172,14 +188,18 @@ class StepPipeline:
         if self._swap is None and block.dtype == torch.float32:
             return False  # The master is published.
         if block.unit == RESIDENT:
-            return self._tier == "host"
-        return self._tier != self._weights_tier
+            return self._memory(block) == "host"
+        return self._memory(block) != self._weights_tier
 
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes of staging in the optimizer's tier, held weights included."""
-        held = sum(chunk.numel() * chunk.element_size() for chunk in self._held.values())
-        return held + sum(pool.nbytes for pool in (self._outputs, self._inputs) if pool is not None)
+    def staging_bytes(self, memory: _Memory) -> int:
+        """Bytes of staging in a memory, held weights included."""
+        held = sum(
+            chunk.numel() * chunk.element_size()
+            for at, chunk in self._held.values()
+            if at == memory
+        )
+        pools = (pools.get(memory) for pools in (self._outputs, self._inputs))
+        return held + sum(pool.nbytes for pool in pools if pool is not None)
 
     def run(
         self,
@@ -221,7 +241,8 @@ class StepPipeline:
 
     def held_output(self, block: Block) -> Tensor | None:
         """Where a block's updated weights are held; None where the master itself is published."""
-        return self._held.get(block.index)
+        held = self._held.get(block.index)
+        return None if held is None else held[1]
 
     def running(self, block: Block) -> tuple[Ticket[Any], ...]:
         """What last used a block's states, if that may still run."""
@@ -280,10 +301,10 @@ class StepPipeline:
 
     def close(self) -> None:
         """Give the staging back."""
-        for pool in (self._outputs, self._inputs):
-            if pool is not None:
+        for pools in (self._outputs, self._inputs):
+            for pool in pools.values():
                 pool.close()
-        self._outputs = self._inputs = None
+            pools.clear()
         self._held.clear()
         self._running.clear()
 
@@ -343,14 +364,14 @@ class StepPipeline:
                 positions=plan.positions,
                 gradient=gradient,
                 output=output,
-                direct=self._writes_weights(states),
+                direct=self._writes_weights(states) and not step.hold,
                 rule=rule,
                 hyper=step.hyper,
                 rows=plan.rows,
                 clip=step.clip,
                 groups=plan.groups,
             )
-            updated = self._updates.submit(
+            updated = self._lane(block).submit(
                 Update(updater=updater, label=f"update {block.name}"), after=(*after, updated)
             )
         self._gradients.read_by(block, updated)
@@ -372,7 +393,7 @@ class StepPipeline:
         return (
             ()
             if self._weights is None
-            else self._weights.fill(block, output, after, on_device=self._tier == "device")
+            else self._weights.fill(block, output, after, on_device=self._memory(block) == "device")
         )
 
     def _tiles(self, plan: BlockPlan) -> Sequence[Tile]:
@@ -408,13 +429,14 @@ class StepPipeline:
         return states.tier == "device" and not self._gathers and low and resident
 
     def _gradient(self, block: Block) -> tuple[Tensor, tuple[Ticket[Any], ...], Lease | None]:
-        if self._gradients.tier == self._tier or self._inputs is None:
+        memory = self._memory(block)
+        if self._gradients.tier_of(block) == memory or memory not in self._inputs:
             chunk, after = self._gradients.chunk(block)
             return chunk, after, None
-        lease, free = self._inputs.acquire_after(f"gradient of {block.name}")
+        lease, free = self._inputs[memory].acquire_after(f"gradient of {block.name}")
         here = lease.tensor(self._gradients.current_dtype(block), block.chunk)
         try:
-            fetched = self._gradients.read_into(block, here, free, on_device=self._tier == "device")
+            fetched = self._gradients.read_into(block, here, free, on_device=memory == "device")
         except BaseException:
             lease.release()
             raise
@@ -429,11 +451,12 @@ class StepPipeline:
             return None, None, ()
         if self._writes_weights(states):
             return None, None, ()
-        if states.weights is not None and self._tier == self._weights_tier:
+        memory = self._memory(block)
+        if states.weights is not None and memory == self._weights_tier:
             return states.weights, None, ()
         holder = f"weights of {block.name}"
-        if self._outputs is not None:
-            lease, free = self._outputs.acquire_after(holder)
+        if self._stages_output(block):
+            lease, free = self._outputs[memory].acquire_after(holder)
         else:
             lease, free = self._buckets.next_chunk(holder)
         return lease.tensor(block.dtype, block.chunk), lease, free
@@ -442,7 +465,7 @@ class StepPipeline:
         """One shard: the updated chunk holds whole parameters."""
         block, states, updated = done.plan.block, done.states, done.ticket
         source = done.output if done.output is not None else states.master
-        if source is None or self._writes_weights(states):
+        if source is None or (done.output is None and self._writes_weights(states)):
             return updated
         pairs = [
             (block.parameters[position].alias, block.own_view(source, position))
@@ -453,7 +476,7 @@ class StepPipeline:
             Copy(
                 destinations=tuple(pair[0] for pair in pairs),
                 sources=tuple(pair[1] for pair in pairs),
-                direction="host_to_device" if self._tier == "host" else None,
+                direction="host_to_device" if self._memory(block) == "host" else None,
                 label=f"upload {block.name}",
             ),
             after=(updated,),
@@ -468,7 +491,7 @@ class StepPipeline:
         source = done.output if done.output is not None else done.states.master
         if self._weights is not None and self._weights.tier == "nvme" and source is not None:
             written = self._weights.write(
-                block, source, (updated,), on_device=self._tier == "device"
+                block, source, (updated,), on_device=self._memory(block) == "device"
             )
         elif self._weights is None or weights is None or source is None or source is weights:
             written = updated
@@ -488,7 +511,7 @@ class StepPipeline:
             Copy(
                 destinations=tuple(block.own_view(weights, p) for p in plan.positions),
                 sources=tuple(block.own_view(source, p) for p in plan.positions),
-                direction="host_to_device" if self._tier == "host" else "device_to_host",
+                direction="host_to_device" if self._memory(block) == "host" else "device_to_host",
                 label=f"upload shard of {block.name}",
             ),
             after=(updated,),
@@ -532,7 +555,7 @@ class StepPipeline:
 
     def _upload_copy(self, states: BlockStates, output: Tensor | None, target: Tensor) -> Copy:
         block = states.block
-        direction = "host_to_device" if self._tier == "host" else None
+        direction = "host_to_device" if self._memory(block) == "host" else None
         label = f"upload {block.name}"
         source = output if output is not None else states.master
         if source is not None:
@@ -555,16 +578,19 @@ class StepPipeline:
             label=f"gather {what} of {block.name}",
         )
 
-    def _reserve(self, pool: SlabPool | None, name: str, nbytes: int) -> SlabPool:
-        if pool is not None and pool.slab_bytes >= nbytes:
-            return pool
+    def _reserve(
+        self, pools: dict[_Memory, SlabPool], memory: _Memory, name: str, nbytes: int
+    ) -> None:
+        pool = pools.get(memory)
+        if not nbytes or (pool is not None and pool.slab_bytes >= nbytes):
+            return
         if pool is not None:
             pool.close()
-        return SlabPool(
+        pools[memory] = SlabPool(
             name=name,
             backend=self._backend,
             slab_bytes=nbytes,
             slabs=_SLABS,
-            memory=self._tier,
+            memory=memory,
             setting="bucket_bytes",
         )

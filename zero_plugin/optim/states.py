@@ -159,7 +159,12 @@ class OptimizerStates:
         stays = self._weights is None or self._weights.tier != "nvme"
         if self.swap is None:
             states = allocate_states(
-                self._backend, block, self._forms.optimizer, form=form, fills=fills, weights=weights
+                self._backend,
+                block,
+                self._forms.tier_of(block),
+                form=form,
+                fills=fills,
+                weights=weights,
             )
         else:
             states = self._fill_tiles(self.swap, block, form, fills, weights)

@@ -402,6 +402,7 @@ class _Trial:
                 states.add_blocks(blocks)
             parts.buckets.add_blocks(blocks)
             parts.pipeline.add_blocks(blocks)
+                device_fraction=config.device_fraction,
             if parts.sharded is not None:
                 parts.sharded.gatherer.set_units(parts.sharded.units)
                 parts.sharded.gatherer.release_all()

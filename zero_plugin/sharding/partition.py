@@ -6,6 +6,7 @@ states and its all-gather share one `ChunkLayout`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ class Block:
         optimizer: index of the optimizer.
         rank: which chunk of the layout this rank holds.
         unit: the unit whose weights it is part of, or `RESIDENT`.
+        on_device: whether its gradient and states stay on the device, where they are updated, whatever the others' tier.
     """
 
     index: int
@@ -39,6 +41,7 @@ class Block:
     optimizer: int
     rank: int
     unit: int = RESIDENT
+    on_device: bool = False
 
     @property
     def chunk(self) -> int:
@@ -101,6 +104,7 @@ def form_blocks(
     wire_bytes: int,
     limit: int,
     first_index: int = 0,
+    device_fraction: float = 0.0,
 ) -> list[Block]:
     """Group parameters into blocks of at most `limit` bytes of reduced gradient.
 
@@ -110,12 +114,17 @@ def form_blocks(
         wire_bytes: bytes of an element on the wire.
         limit: bytes of a block; a larger parameter is a block of its own.
         first_index: index of the first new block.
+        device_fraction: most of the elements whose states stay on the device: those of the first blocks, whose gradients
+            come last in backward, so that nothing is left of the step to hide a move of theirs behind.
     """
     keys = [
         (item.unit, item.optimizer, item.parameter.dtype, item.parameter.device)
         for item in parameters
     ]
     groups = group_by_bytes([item.numel * wire_bytes for item in parameters], keys, limit)
+    counts = [sum(parameters[i].numel for i in members) for members in groups]
+    left = device_fraction * sum(counts)
+    stays = [running <= left for running in itertools.accumulate(counts)]
     return [
         Block(
             index=first_index + number,
@@ -130,6 +139,7 @@ def form_blocks(
             optimizer=parameters[members[0]].optimizer,
             rank=place.rank,
             unit=parameters[members[0]].unit,
+            on_device=device_fraction > 0 and stays[number],
         )
         for number, members in enumerate(groups)
     ]

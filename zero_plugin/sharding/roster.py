@@ -59,10 +59,16 @@ class Roster:
         *,
         wire_bytes: int,
         limit: int,
+        device_fraction: float = 0.0,
     ) -> list[Block]:
         """The blocks that new members would form."""
         return form_blocks(
-            members, place, wire_bytes=wire_bytes, limit=limit, first_index=len(self.blocks)
+            members,
+            place,
+            wire_bytes=wire_bytes,
+            limit=limit,
+            first_index=len(self.blocks),
+            device_fraction=device_fraction,
         )
 
     def admit(self, members: Sequence[ManagedParameter], blocks: Sequence[Block]) -> None:
