@@ -16,6 +16,7 @@ from accelerate.utils import SCALER_NAME
 from torch import Tensor, nn
 
 from zero_plugin.errors import ConfigError, EngineStateError
+from zero_plugin.integrations._huggingface import shards
 from zero_plugin.integrations._huggingface.checks import (
     check_alone,
     check_ddp,
@@ -200,15 +201,25 @@ class ZeroAccelerator(Base):
         safe_serialization: bool = True,
         **save_model_func_kwargs: Any,
     ) -> Any:
-        """Save everything, in Accelerate's own files; all ranks call it.
+        """Save everything; all ranks call it.
 
-        The files are those of a stock run, so a run may go on with us or without us, on any number of ranks.
+        Models and optimizers go into a sharded checkpoint of each engine, or full tensors into Accelerate's own files, as the
+        plugin's `checkpoint` says. Everything else is in Accelerate's own files.
         """
         self._zero.settle()
-        with self._zero.only_on_rank_0(enabled=not self.project_configuration.save_on_each_node):
+        engines = self._zero.engines if self._saves_shards() else []
+        everywhere = self.project_configuration.save_on_each_node
+        with (
+            self._zero.only_on_rank_0(enabled=not everywhere),
+            self._without_engines(enabled=bool(engines)),
+        ):
             place = super().save_state(
                 output_dir, safe_serialization=safe_serialization, **save_model_func_kwargs
             )
+        if engines:
+            shards.save(engines, place, first=self.is_main_process)
+        elif self.is_main_process:
+            shards.forget(place)
         engine = self._scaling_engine()
         if engine is not None and self.is_main_process:
             torch.save(to_grad_scaler(engine.loss_scale_state()), Path(place, SCALER_NAME))
@@ -220,7 +231,7 @@ class ZeroAccelerator(Base):
         load_kwargs: dict[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Load what `save_state` wrote, ours or a stock run's; all ranks call it."""
+        """Load what `save_state` wrote, ours of either form or a stock run's; all ranks call it."""
         self._zero.settle()
         options = {k: v for k, v in load_model_func_kwargs.items() if k == "strict"}
 
@@ -230,6 +241,10 @@ class ZeroAccelerator(Base):
             if engine is not None and scaler_file.is_file():
                 state = torch.load(scaler_file, weights_only=True)
                 engine.load_loss_scale_state(from_grad_scaler(state))
+            if shards.holds_shards(folder):
+                shards.load(self._zero.engines, folder, **options)
+                hidden = stack.enter_context(self._without_engines(enabled=True))
+                models[:] = [model for model in models if not any(model is one for one in hidden)]
             for number, model in enumerate(models):
                 engine = self._zero.engine_of_model(original(model))
                 with nullcontext() if engine is None else engine.full_params(writeback=True):
@@ -237,10 +252,31 @@ class ZeroAccelerator(Base):
             models.clear()  # so that Accelerate does not load them again
 
         handle = self.register_load_state_pre_hook(before)
-        try:
+        with ExitStack() as stack:
+            stack.callback(handle.remove)
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
-        finally:
-            handle.remove()
+
+    def _saves_shards(self) -> bool:
+        reasons = {
+            "a hook of register_save_state_pre_hook is given them": self._save_model_state_pre_hook,
+            "save_on_each_node writes whole files on each node": self.project_configuration.save_on_each_node,
+        }
+        because = next((reason for reason, present in reasons.items() if present), "")
+        return shards.wants_folder(
+            self.zero_plugin.checkpoint, self._zero.config, full_because=because
+        )
+
+    @contextmanager
+    def _without_engines(self, *, enabled: bool) -> Generator[list[Any]]:
+        """Inside, Accelerate does not know the models and optimizers of engines; gives the models."""
+        known = self._zero
+        models = [m for m in self._models if known.engine_of_model(original(m)) is not None]
+        optimizers = [o for o in self._optimizers if known.engine_of(o.optimizer) is not None]
+        with (
+            shards.without(self._models, models if enabled else []),
+            shards.without(self._optimizers, optimizers if enabled else []),
+        ):
+            yield models
 
     def _scaling_engine(self) -> ZeroEngine | None:
         """The engine whose loss scale is the Accelerator's."""

@@ -6,13 +6,11 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from zero_plugin.config import ZeroConfig
 from zero_plugin.errors import ConfigError
 from zero_plugin.integrations._huggingface.config_hooks import BLOCK
 from zero_plugin.integrations._huggingface.plugin import (
     ZeroOffloadPlugin,
     as_settings,
-    changed_settings,
 )
 from zero_plugin.integrations._huggingface.selection import SETTINGS
 
@@ -46,7 +44,7 @@ def check(block: Any, config: Any = None) -> dict[str, Any]:
             f"{BLOCK}: {{stage: 3, params: host}}"
         )
     try:
-        settings = changed_settings(ZeroConfig.from_dict(as_settings(block)))
+        settings = ZeroOffloadPlugin(**as_settings(block)).settings()
     except ConfigError as error:
         raise type(error)(f"in {BLOCK}: {error}") from error
     rival = "" if config is None else _rival_of(config)
@@ -72,7 +70,7 @@ def variables(block: Mapping[str, Any], arguments: Any) -> dict[str, str]:
             raise ConfigError(
                 f"the config file holds {BLOCK} and --{flag} was given: choose one of them"
             )
-    found = ZeroOffloadPlugin(ZeroConfig.from_dict(as_settings(block))).to_environment()
+    found = ZeroOffloadPlugin(**as_settings(block)).to_environment()
     present = os.environ.get(SETTINGS)
     if present and present != found[SETTINGS]:
         logging.getLogger("zero_plugin").warning(
@@ -86,7 +84,7 @@ def variables(block: Mapping[str, Any], arguments: Any) -> dict[str, str]:
 
 def of_environment() -> dict[str, Any]:
     """The block that says what the environment says."""
-    return changed_settings(ZeroOffloadPlugin.from_environment().config)
+    return ZeroOffloadPlugin.from_environment().settings()
 
 
 def _rival_of(config: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from zero_plugin.config import ZeroConfig
 from zero_plugin.errors import ConfigError
@@ -14,12 +14,19 @@ from zero_plugin.integrations._huggingface.selection import SETTINGS, SWITCH
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+CheckpointForm = Literal["auto", "file", "folder"]
+"""`file`: the library's own files with full tensors, which a stock run reads. `folder`: every rank writes its part, in a folder of ours
+beside the library's other files. `auto`: folders at stage 3 and with a delayed update."""
+
 
 class ZeroOffloadPlugin:
     """Selects zero-plugin: `Accelerator(zero_plugin=ZeroOffloadPlugin(stage=2))`.
 
     Args:
         config: all settings in one value,
+        checkpoint: what `save_state` and the Trainer's checkpoints hold: `file` for full tensors in the library's own files,
+            `folder` for shards, which every rank writes and any number of ranks reads; `auto` for shards at stage 3 and with a
+            delayed update.
         **settings: or the fields of `ZeroConfig`.
 
     Raises:
@@ -30,7 +37,13 @@ class ZeroOffloadPlugin:
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     """
 
-    def __init__(self, config: ZeroConfig | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        config: ZeroConfig | None = None,
+        *,
+        checkpoint: CheckpointForm = "auto",
+        **settings: Any,
+    ) -> None:
         if config is not None and settings:
             raise ConfigError(
                 f"a whole config and single settings ({', '.join(settings)}) were given: pass one or the other"
@@ -40,6 +53,7 @@ class ZeroOffloadPlugin:
             raise ConfigError(
                 f"config is a {type(config).__name__}: give a ZeroConfig, or its fields by name"
             )
+        self.checkpoint: CheckpointForm = check_form(checkpoint, self.config)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> ZeroOffloadPlugin:
@@ -63,29 +77,52 @@ class ZeroOffloadPlugin:
                 "such as '{\"stage\": 3}'"
             )
         try:
-            return cls(ZeroConfig.from_dict(as_settings(values)))
+            return cls(**as_settings(values))
         except ConfigError as error:
             raise type(error)(f"in {SETTINGS}: {error}") from error
 
     def to_environment(self) -> dict[str, str]:
         """The variables that select this plugin in a process that is started with them."""
-        return {SWITCH: "true", SETTINGS: json.dumps(changed_settings(self.config))}
+        return {SWITCH: "true", SETTINGS: json.dumps(self.settings())}
+
+    def settings(self) -> dict[str, Any]:
+        """The stage and everything that is not at its default, as plain JSON values."""
+        form = {} if self.checkpoint == "auto" else {"checkpoint": self.checkpoint}
+        return {**changed_settings(self.config), **form}
 
     def __repr__(self) -> str:
-        listed = ", ".join(f"{k}={v!r}" for k, v in changed_settings(self.config).items())
+        listed = ", ".join(f"{k}={v!r}" for k, v in self.settings().items())
         return f"{type(self).__name__}({listed})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ZeroOffloadPlugin) and other.config == self.config
+        return isinstance(other, ZeroOffloadPlugin) and other.settings() == self.settings()
 
     def __hash__(self) -> int:
-        return hash(self.config)
+        return hash((self.config, self.checkpoint))
+
+
+def check_form(form: object, config: ZeroConfig) -> CheckpointForm:
+    """A form that can hold what these settings keep.
+
+    Raises:
+        ConfigError: it is unknown, or full tensors are asked for and an update may be delayed.
+    """
+    if form not in get_args(CheckpointForm):
+        raise ConfigError(
+            f"checkpoint={form!r} is not one of {', '.join(map(repr, get_args(CheckpointForm)))}"
+        )
+    if form == "file" and config.delayed_update:
+        raise ConfigError(
+            "checkpoint='file' cannot hold an update that is delayed (delayed_update=True): use 'folder' or 'auto'"
+        )
+    return form  # pyright: ignore[reportReturnType]
 
 
 def as_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`ZeroConfig` fields from JSON or YAML, which have lists where a field takes a tuple."""
+    """`ZeroConfig` fields and `checkpoint` from JSON or YAML, which have lists where a field takes a tuple."""
     return {
-        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+        str(name): tuple(value) if isinstance(value, list) else value
+        for name, value in values.items()
     }
 
 

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from zero_plugin.errors import ConfigError, FrameworkError
+from zero_plugin.integrations._huggingface import shards
 from zero_plugin.integrations._huggingface.accelerator import ZeroAccelerator, class_over, original
 from zero_plugin.integrations._lightning.common import is_built_in_shards
 from zero_plugin.integrations._lightning.precision import from_grad_scaler, to_grad_scaler
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 else:
     Base = object
 
-_SCALER = "scaler.pt"
+_SCALER, _SCHEDULER = "scaler.pt", "scheduler.pt"
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 # What we override or call: method -> parameters that have to be there.
 _METHODS: dict[str, tuple[str, ...]] = {
@@ -34,6 +36,7 @@ _METHODS: dict[str, tuple[str, ...]] = {
     "evaluation_loop": (),
     "save_model": ("output_dir", "_internal_call"),
     "_save": ("output_dir", "state_dict"),
+    "_save_checkpoint": ("model", "trial"),
     "_save_optimizer_and_scheduler": ("output_dir",),
     "_load_optimizer_and_scheduler": ("checkpoint",),
     "_save_scaler": ("output_dir",),
@@ -49,12 +52,17 @@ class ZeroTrainer(Base):
 
     accelerator: Any
     model: Any
+    lr_scheduler: Any
 
     # ------------------------------------------------------------------ saving
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as `from_pretrained` reads it; all ranks call it."""
         engine = self._engine
+        if self._leaves_weights_out():
+            with self._saves({}):
+                super().save_model(output_dir, _internal_call=_internal_call)
+            return
         if engine is None or not engine.config.shards_parameters:
             super().save_model(output_dir, _internal_call=_internal_call)
             return
@@ -71,6 +79,41 @@ class ZeroTrainer(Base):
     ) -> None:
         shown: dict[str, Any] | None = self.__dict__.get("_zero_state")
         super()._save(output_dir, state_dict=shown if state_dict is None else state_dict)
+        if output_dir is None or not self.args.should_save:
+            return
+        if self.__dict__.get("_zero_shards") is False:
+            shards.forget(output_dir)
+        elif self._leaves_weights_out():
+            for name in _WEIGHTS:
+                # Written without a tensor.
+                Path(output_dir, name).unlink(missing_ok=True)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save what training resumes from: where the plugin says so, as shards in place of weights and optimizer state."""
+        self.__dict__["_zero_shards"] = self._saves_shards()
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            del self.__dict__["_zero_shards"]
+
+    def _saves_shards(self) -> bool:
+        if self._engine is None or self.args.save_only_model:
+            return False
+        reasons = {
+            # An adapter's states are few, and its frozen base need not be in each checkpoint.
+            "PEFT's adapters are saved alone": _is_adapted(self.model)
+            and self.accelerator.zero_plugin.checkpoint == "auto"
+            and not self._engine.config.delayed_update,
+            "save_on_each_node=True writes whole files on each node": self.args.save_on_each_node,
+        }
+        because = next((reason for reason, present in reasons.items() if present), "")
+        form = self.accelerator.zero_plugin.checkpoint
+        return shards.wants_folder(form, self._engine.config, full_because=because)
+
+    def _leaves_weights_out(self) -> bool:
+        """Whether a checkpoint is being saved whose weights are in shards, and nobody else wants them."""
+        whole = self.args.push_to_hub or _is_adapted(self.model)
+        return bool(self.__dict__.get("_zero_shards")) and not whole
 
     @contextmanager
     def _saves(self, state: dict[str, Any]) -> Generator[None]:
@@ -86,6 +129,12 @@ class ZeroTrainer(Base):
         zero = self.accelerator._zero  # noqa: SLF001
         if self._engine is None:
             super()._save_optimizer_and_scheduler(output_dir)
+            return
+        if self.__dict__.get("_zero_shards"):
+            shards.save([self._engine], output_dir, first=False)
+            if self.args.should_save:
+                Path(output_dir, "optimizer.pt").unlink(missing_ok=True)
+                torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
             return
         wrapped: Any = self.optimizer
         with zero.only_on_rank_0(enabled=not self.args.save_on_each_node):
@@ -105,6 +154,8 @@ class ZeroTrainer(Base):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights, at stage 3 into the shards."""
         engine = self._engine
+        if shards.holds_shards(resume_from_checkpoint):
+            return  # by `_load_optimizer_and_scheduler`, which comes once the engine is made
         if engine is None and is_built_in_shards(self.model):
             # Only an engine can fill shards: done in `_load_optimizer_and_scheduler`, which comes after it is made.
             self.__dict__["_zero_late"] = resume_from_checkpoint
@@ -113,6 +164,13 @@ class ZeroTrainer(Base):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and shards.holds_shards(checkpoint):
+            self.accelerator._zero.settle()  # noqa: SLF001
+            shards.load([self._engine] if self._engine else [], checkpoint)
+            scheduler = Path(checkpoint, _SCHEDULER)
+            if scheduler.is_file():
+                self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+            return
         if self.__dict__.pop("_zero_late", None) is not None and checkpoint is not None:
             self._load_from_checkpoint(checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -126,7 +184,10 @@ class ZeroTrainer(Base):
             engine.load_loss_scale_state(from_grad_scaler(torch.load(place, weights_only=True)))
 
     def _load_best_model(self) -> None:
-        engine = self._engine
+        engine, best = self._engine, self.state.best_model_checkpoint
+        if engine is not None and best is not None and shards.holds_shards(best):
+            shards.load([engine], best, weights_only=True)
+            return
         with nullcontext() if engine is None else engine.full_params(writeback=True):
             super()._load_best_model()
 
@@ -192,6 +253,10 @@ def adopt(trainer: Any) -> None:
         )
         trainer.args._n_gpu = 1  # noqa: SLF001 - as the Trainer itself does to keep nn.DataParallel away
     trainer.__class__ = class_over(ZeroTrainer, type(trainer))
+
+
+def _is_adapted(model: Any) -> bool:
+    return any(base.__name__ == "PeftModel" for base in type(original(model)).__mro__)
 
 
 def _reads_its_modules(model: Any) -> bool:
