@@ -153,6 +153,9 @@ class ZeroConfig:
     nonfinite_patience: int = 50
     """Consecutive skipped steps, without a loss scale left to lower, after which the run stops with an error."""
 
+    update_in_backward: bool = False
+    """With `nonfinite="propagate"` and without clipping: update each block inside backward, for good; `step()` shows it."""
+
     delayed_update: bool = False
     """Apply each update beside the next step's forward and backward, which see weights one update older (ZeRO-Offload)."""
 
@@ -218,6 +221,7 @@ class ZeroConfig:
         """Refuse what is not a setting, naming the nearest one, before the dataclass would with less to say."""
         if values:
             raise UnknownSettingError(
+        self._check_in_backward()
                 f"ZeroConfig takes settings by name, not {values[0]!r}: for example ZeroConfig(stage=2)"
             )
         _check_names(cls, settings)
@@ -308,7 +312,7 @@ class ZeroConfig:
     @property
     def holds_updates(self) -> bool:
         """Whether masters may be ahead of the compute weights between steps, so that they need memory of their own."""
-        return self.delayed_update or self.speculate
+        return self.delayed_update or self.speculate or self.update_in_backward
 
     @property
     def bucket_size(self) -> int:
@@ -344,6 +348,7 @@ class ZeroConfig:
             "split_master",
         ):
             if not isinstance(getattr(self, name), bool):
+            "update_in_backward",
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
 
     def _check_numbers(self) -> None:
@@ -411,6 +416,24 @@ class ZeroConfig:
                     f"undo_bytes={self.undo_bytes!r} has no effect without speculate=True: leave it out"
                 )
             return
+    def _check_in_backward(self) -> None:
+        if not self.update_in_backward:
+            return
+        if self.nonfinite != "propagate":
+            raise ConfigError(
+                f"update_in_backward=True needs nonfinite='propagate', not {self.nonfinite!r}: an update that has run inside "
+                "backward cannot be skipped; use speculate=True to have it undone"
+            )
+        if self.optimizer != "host":
+            raise ConfigError(
+                f"update_in_backward=True needs optimizer='host', not {self.optimizer!r}"
+            )
+        for name in ("speculate", "delayed_update", "split_master"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"update_in_backward=True contradicts {name}=True: leave one of the two out"
+                )
+
         if self.optimizer != "host":
             raise ConfigError(
                 f"speculate=True needs optimizer='host', not {self.optimizer!r}: only there are old states kept to be brought back"

@@ -88,7 +88,7 @@ class ZeroEngine(SavesCheckpoints, UpdatesLate):
         self._roster = Roster(model, self.optimizers)
         self._scaler = LossScaler(self.config.loss_scale)
         self._nonfinite = NonFinitePolicy(self.config, self._scaler)
-        self._clipper = Clipper()
+        self._clipper = Clipper(refuses=config.update_in_backward)
         try:
             parts = assemble(
                 model, self.config, self._resources, self._roster, self._budget, self._scaler
@@ -426,7 +426,7 @@ class ZeroEngine(SavesCheckpoints, UpdatesLate):
             return
         with untraced(), torch.inference_mode(mode=False), torch.no_grad():
             self._reducer.abort()
-            self._stepper.undo()
+            self._stepper.abandon()
             self._agreement.forget()
             self._clipper.forget()
             if self._sharded is not None:

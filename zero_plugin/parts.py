@@ -23,6 +23,7 @@ from zero_plugin.grads.offload import GradientShards
 from zero_plugin.grads.reducer import GradientReducer
 from zero_plugin.grads.scaler import LossScaler
 from zero_plugin.grads.swapped import SwappedGradients
+from zero_plugin.optim.eager import EagerUpdater
 from zero_plugin.optim.form import StateForms
 from zero_plugin.optim.pipeline import StepPipeline
 from zero_plugin.optim.speculation import Speculator, UndoMemory
@@ -95,16 +96,21 @@ class Parts:
             states,
             self.pipeline,
             self.pending,
-            self._make_speculator(config, states, resources, scaler),
+            self._make_early(config, states, resources, scaler),
         )
 
-    def _make_speculator(
+    def _make_early(
         self,
         config: ZeroConfig,
         states: Sequence[OptimizerStates],
         resources: Resources,
         scaler: LossScaler,
-    ) -> Speculator | None:
+    ) -> Speculator | EagerUpdater | None:
+        """What begins updates inside backward."""
+        if config.update_in_backward:
+            eager = EagerUpdater(self.pipeline, states, lambda: scaler.scale)
+            self.reducer.reduced = eager.begin
+            return eager
         if not config.speculate:
             return None
         speculator = Speculator(

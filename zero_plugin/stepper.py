@@ -18,6 +18,7 @@ import numpy as np
 from zero_plugin.config import ZeroConfig
 from zero_plugin.errors import CheckpointError
 from zero_plugin.grads.norm import Clip
+from zero_plugin.optim.eager import EagerUpdater
 from zero_plugin.optim.pipeline import Published, StepPipeline, Updated
 from zero_plugin.optim.plan import BlockPlan
 from zero_plugin.optim.speculation import Speculator
@@ -58,7 +59,7 @@ class Stepper:
         states: of each optimizer.
         pipeline: updates and publishes.
         pending: weights that updates are writing.
-        speculator: begins updates in backward, or None.
+        early: begins updates in backward, or None.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts it connects
@@ -70,9 +71,9 @@ class Stepper:
         states: Sequence[OptimizerStates],
         pipeline: StepPipeline,
         pending: PendingWeights,
-        speculator: Speculator | None = None,
+        early: Speculator | EagerUpdater | None = None,
     ) -> None:
-        self._speculator = speculator
+        self._early = early
         self._delays = config.delayed_update
         self._warmup = config.delayed_update_warmup
         self._overlaps = config.overlap
@@ -87,7 +88,7 @@ class Stepper:
     @property
     def speculation(self) -> dict[str, int]:
         """Blocks whose update began before its step: taken, and undone."""
-        found = self._speculator
+        found = self._early
         return {"taken": found.taken if found else 0, "undone": found.undone if found else 0}
 
     @property
@@ -105,17 +106,19 @@ class Stepper:
 
         Raises:
             LaneError: the last step's update failed, or this one's where it could not overlap.
+            EngineStateError: an update that has run inside backward is not the one that is asked for.
         """
         line, states = self._lines[number], self._states[number]
         self._begin(number)
         plan = states.plan(is_present)
+        if self._early is not None:
+            self._early.check(plan, clip)
+        states.count(plan.blocks)
         if self._delays and line.steps >= self._warmup:
             line.held = self._pipeline.hold(plan, states.blocks, states.rule, clip)
             return
-        speculator = self._speculator
-        begun = (
-            None if speculator is None else partial(speculator.take, hyper=plan.hyper, clip=clip)
-        )
+        early = self._early
+        begun = None if early is None else partial(early.take, hyper=plan.hyper, clip=clip)
         self._show(self._pipeline.run(plan, states.blocks, states.rule, clip, begun))
         self.undo(number)
 
@@ -126,20 +129,44 @@ class Stepper:
 
     def undo(self, number: int | None = None) -> None:
         """Undo the updates that began before their step, of one optimizer or of all."""
-        if self._speculator is not None:
+        if self._early is not None:
             chosen = range(len(self._states)) if number is None else [number]
-            self._speculator.undo(
+            self._early.undo(
                 [item.block for each in chosen for item in self._states[each].blocks.values()]
             )
+
+    def abandon(self) -> None:
+        """No step will come for what has begun before its step: undo it, or show it where that cannot be done."""
+        if self._early is None:
+            return
+        left = self._early.abandon()
+        if not left:
+            return
+        logging.getLogger(__name__).warning(
+            "a step was broken off after %d of its blocks had been updated inside backward (update_in_backward=True): these keep "
+            "their update, the others have none",
+            len(left),
+        )
+        for item in left:
+            self._states[item.plan.block.optimizer].count([item.plan])
+        self._show(self._pipeline.publish(left))
 
     def wait(self) -> None:
         """Wait until weights and states are those of the last step; what is held stays so.
 
         Raises:
             LaneError: an update failed.
+            EngineStateError: an update that cannot be undone has begun before its step.
         """
         self.undo()
-        self._wait()
+        self.wait_for_weights()
+
+    def wait_for_weights(self) -> None:
+        """As `wait`, but updates that began before their step, of which no weight shows anything, go on."""
+        try:
+            self._pending.finish_all()
+        finally:
+            self._pipeline.wait(but=() if self._early is None else self._early.begun)
 
     def settle(self) -> None:
         """After an exception, once the lanes are at rest: show every weight, whether its update failed or not."""
@@ -152,7 +179,7 @@ class Stepper:
         Raises:
             LaneError: an update failed.
         """
-        self.undo()
+        self.abandon()
         try:
             if self.has_held:
                 self.drain()
@@ -263,13 +290,6 @@ class Stepper:
 
     # Inside ------------------------------------------------------------------------------------------------------
 
-    def _wait(self) -> None:
-        """As `wait`, but for updates that began before their step."""
-        try:
-            self._pending.finish_all()
-        finally:
-            self._pipeline.wait(but=() if self._speculator is None else self._speculator.begun)
-
     def _restore_held(self, states: OptimizerStates, names: set[str]) -> list[Updated]:
         """The updates that gave the present masters, as if their weights were still to be shown."""
         held: list[Updated] = []
@@ -289,7 +309,7 @@ class Stepper:
         return held
 
     def _begin(self, number: int) -> None:
-        self._wait()
+        self.wait_for_weights()
         self._take_writes(number)
         self._publish(number)
         line = self._lines[number]
@@ -303,7 +323,7 @@ class Stepper:
         written = self._roster.take_foreign_writes(number, self._control)
         if written:
             self.undo(number)
-            self._wait()
+            self.wait_for_weights()
             self._states[number].import_weights(written)
             self._replace_held(self._lines[number], written)
 

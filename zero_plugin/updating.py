@@ -34,7 +34,7 @@ class UpdatesLate:
         """
         self._check_open("wait_for_update")
         with untraced(), torch.inference_mode(mode=False), torch.no_grad():
-            self._stepper.wait()
+            self._stepper.wait_for_weights()
 
     def delayed_update_state(self) -> list[dict[str, Any]]:
         """Where the delayed update of each optimizer stands, plain values: to save beside weights and optimizer states."""

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from zero_plugin.errors import ConfigError
 from zero_plugin.grads.norm import Clip, NormSummary, clip_factor, merge_partials, norm_of
 
+_TOO_LATE = (
+    "{} comes after the updates that update_in_backward=True has begun inside backward: do not clip (an infinite max_norm only "
+    "measures), or use speculate=True, which undoes them where a clip binds"
+)
+
 
 class Clipper:
-    """The clip of each optimizer's coming step."""
+    """The clip of each optimizer's coming step.
 
-    def __init__(self) -> None:
+    Args:
+        refuses: whether updates run before a clip could be known.
+    """
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self._refuses = refuses
         self._clips: dict[int, Clip] = {}
 
     def by_norm(
@@ -41,6 +52,8 @@ class Clipper:
         max_norm, norm_type = float(max_norm), float(norm_type)
         if not max_norm >= 0:
             raise ConfigError(f"max_norm={max_norm!r} must be 0 or more")
+        if self._refuses and max_norm != math.inf:
+            raise ConfigError(_TOO_LATE.format(f"clip_grad_norm_(max_norm={max_norm!r})"))
         present = [self._clips.get(number, Clip()) for number in optimizers]
         if any(clip.value is not None for clip in present):
             raise ConfigError(
@@ -66,6 +79,8 @@ class Clipper:
         """
         if not clip_value >= 0:
             raise ConfigError(f"clip_value={clip_value!r} must be 0 or more")
+        if self._refuses:
+            raise ConfigError(_TOO_LATE.format(f"clip_grad_value_({clip_value!r})"))
         for number in optimizers:
             old = self._clips.get(number, Clip())
             value = clip_value if old.value is None else min(clip_value, old.value)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zero_plugin.grads.norm import Clip
-from zero_plugin.optim.plan import BlockPlan
+from zero_plugin.optim.plan import BlockPlan, StepPlan
 from zero_plugin.runtime.operations import Copy
 
 if TYPE_CHECKING:
@@ -191,6 +191,9 @@ class Speculator:
         begun = self._begun.get(block.index)
         if begun is None:
             return None
+    def check(self, plan: StepPlan, clip: Clip) -> None:
+        """Nothing can be wrong: what the step does not want is undone."""
+
         done = begun.updated.plan
         same = (
             contributions == begun.contributions
@@ -204,6 +207,11 @@ class Speculator:
         del self._begun[block.index]
         self.taken += 1
         return begun.updated
+
+    def abandon(self) -> list[Updated]:
+        """No step will come: undo all; nothing is left to be shown."""
+        self.undo()
+        return []
 
     def undo(self, blocks: Sequence[Block] | None = None) -> None:
         """Bring back the states of some blocks, or of all, whose update has begun."""

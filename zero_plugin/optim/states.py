@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ from zero_plugin.errors import CheckpointError, OptimizerError
 from zero_plugin.optim.blocks import BlockStates, allocate_states
 from zero_plugin.optim.fallback import ForeignBlock, check_element_wise, clone_optimizer
 from zero_plugin.optim.form import MasterForm, StateForm, StateForms
-from zero_plugin.optim.plan import StepPlan, plan_step
+from zero_plugin.optim.plan import BlockPlan, StepPlan, plan_step
 from zero_plugin.optim.rule import Rule, rule_for, unsupported_option, why_not
 from zero_plugin.optim.split import follow, join, split
 from zero_plugin.optim.swap import SwappedStates
@@ -306,14 +306,17 @@ class OptimizerStates:
         return plan if plan.blocks else None
 
     def plan(self, is_present: Callable[[int], bool]) -> StepPlan:
-        """Plan a step over the present parameters, and count it.
+        """Plan a step over the present parameters; `count` counts it.
 
         Raises:
             OptimizerError: a group asks for an option the compiled rule lacks, set after the engine was built.
         """
         self.check_options()
-        plan = self._plan([states.block for states in self.blocks.values()], is_present)
-        for item in plan.blocks:
+        return self._plan([states.block for states in self.blocks.values()], is_present)
+
+    def count(self, blocks: Iterable[BlockPlan]) -> None:
+        """Count a step of some blocks' members."""
+        for item in blocks:
             for position in item.positions:
                 self._steps[item.block.parameters[position].index] += 1
         return plan
