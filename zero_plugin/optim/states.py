@@ -319,7 +319,6 @@ class OptimizerStates:
         for item in blocks:
             for position in item.positions:
                 self._steps[item.block.parameters[position].index] += 1
-        return plan
 
     def _plan(self, blocks: Sequence[Block], is_present: Callable[[int], bool]) -> StepPlan:
         return plan_step(
