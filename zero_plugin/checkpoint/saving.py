@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from zero_plugin.checkpoint.index import RANK_VALUES, complete
 from zero_plugin.checkpoint.progress import shown
 from zero_plugin.checkpoint.shardfile import (
     PIECE_BYTES,
+    SMALL_BYTES,
     Written,
     header_of,
     pieces_of,
@@ -35,52 +36,78 @@ from zero_plugin.sharding.control import Control
 SNAPSHOT_BYTES = 256 << 20
 """Most bytes that an asynchronous save has copied and not written yet."""
 
+AHEAD_BYTES = 64 << 20
+"""Most bytes that a save has read and not written yet, where nothing runs beside it."""
 
-class _Copies:
-    """Copies of states on their way to the thread that writes; a bounded number of them.
+
+class _Pieces:
+    """The bytes of a save on their way to the thread that writes; a bounded number of them.
 
     Args:
-        capture: what is copied.
+        capture: what is read.
         ended: set when nobody writes any more.
-        captured: set here when everything is copied.
+        captured: set here when everything is read.
+        copied: every piece is a copy; else only those whose memory is used again.
     """
 
-    def __init__(self, capture: Capture, ended: threading.Event, captured: threading.Event) -> None:
+    def __init__(
+        self,
+        capture: Capture,
+        ended: threading.Event,
+        captured: threading.Event,
+        *,
+        copied: bool,
+    ) -> None:
         self._capture = capture
         self._ended = ended
         self._captured = captured
+        self._copied = copied
         self._first = threading.Event()
-        self._line: queue.Queue[Tensor | BaseException | None] = queue.Queue(
-            max(1, SNAPSHOT_BYTES // PIECE_BYTES)
+        # New pages cost as much as the copy: buffers go round.
+        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self._line: queue.Queue[_Piece | BaseException | None] = queue.Queue(
+            max(1, (SNAPSHOT_BYTES if copied else AHEAD_BYTES) // PIECE_BYTES)
         )
-        self._thread = threading.Thread(target=self._copy, name="checkpoint copies", daemon=True)
+        self._thread = threading.Thread(target=self._read, name="checkpoint pieces", daemon=True)
 
     def start(self) -> None:
-        """Begin; returns when what user code may change is copied."""
+        """Begin."""
         self._thread.start()
+
+    def wait_for_volatile(self) -> None:
+        """Wait until what user code may change is read."""
         self._first.wait()
 
-    def pieces(self) -> Iterator[Tensor]:
-        """The copies in order; raises what copying raised."""
+    def join(self) -> None:
+        """Wait until nothing of the states is read any more, after `ended` is set."""
+        self._thread.join()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """The pieces in order, each until the next is asked for; raises what reading raised."""
         while (item := self._next()) is not None:
             if isinstance(item, BaseException):
                 raise item
-            yield item
-        self._thread.join()
+            yield item.content
+            if item.buffer is not None:
+                self._free.put(item.buffer)
 
-    def _next(self) -> Tensor | BaseException | None:
+    def _next(self) -> _Piece | BaseException | None:
         while not self._ended.is_set():
             with suppress(queue.Empty):
                 return self._line.get(timeout=0.1)
         return CheckpointError("the save was dropped")
 
-    def _copy(self) -> None:
+    def _read(self) -> None:
         end: BaseException | None = None
         try:
             with torch.no_grad():
                 for parts in (self._capture.volatile, self._capture.parts):
-                    for piece in pieces_of(parts):
-                        self._put(piece.clone())
+                    for part in parts:
+                        for content in pieces_of((part,)):
+                            if self._ended.is_set():
+                                return
+                            copied = self._copied or part.transient
+                            self._put(self._copy(content) if copied else _Piece(content))
                     self._first.set()
         except BaseException as error:  # noqa: BLE001 - handed to the thread that writes
             end = error
@@ -89,13 +116,31 @@ class _Copies:
             self._captured.set()
         self._put(end)
 
-    def _put(self, item: Tensor | BaseException | None) -> None:
+    def _copy(self, content: Tensor) -> _Piece:
+        if content.numel() < SMALL_BYTES:
+            return _Piece(content.clone())
+        try:
+            buffer = self._free.get_nowait()
+        except queue.Empty:
+            buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
+        target = buffer[: content.numel()]
+        target.copy_(content)
+        return _Piece(target, buffer)
+
+    def _put(self, item: _Piece | BaseException | None) -> None:
         while not self._ended.is_set():
             try:
                 self._line.put(item, timeout=0.1)
             except queue.Full:
                 continue
             return
+
+
+class _Piece(NamedTuple):
+    """Bytes, and the buffer that is free again once they are written."""
+
+    content: Tensor
+    buffer: Tensor | None = None
 
 
 class Save:
@@ -148,17 +193,11 @@ class Save:
 
     def write(self, capture: Capture) -> None:
         """Write this rank's file now; an error is kept for `finish`."""
-        self._content = capture.content
-        try:
-            parts = [*capture.volatile, *capture.parts]
-            total = sum(part.nbytes for part in parts)
-            with shown(self.doing, total, quiet=self._control.rank > 0) as progress:
-                self._write(self._header(capture), pieces_of(parts), progress)
-        except BaseException as error:  # noqa: BLE001 - raised on every rank by `finish`
-            self._error = error
-        finally:
-            self.captured.set()
-            self._ended.set()
+        pieces = _Pieces(capture, self._ended, self.captured, copied=False)
+        pieces.start()
+        total = sum(part.nbytes for part in (*capture.volatile, *capture.parts))
+        with shown(self.doing, total, quiet=self._control.rank > 0) as progress:
+            self._take(capture, pieces, progress)
 
     def fail(self, error: BaseException) -> None:
         """This rank cannot take part."""
@@ -168,20 +207,13 @@ class Save:
 
     def start(self, capture: Capture) -> None:
         """Write this rank's file on a thread; returns when what user code may change is copied."""
-        self._content = capture.content
-        copies = _Copies(capture, self._ended, self.captured)
-
-        def write() -> None:
-            try:
-                self._write(self._header(capture), copies.pieces())
-            except BaseException as error:  # noqa: BLE001 - raised on every rank by `finish`
-                self._error = error
-            finally:
-                self._ended.set()
-
-        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+        pieces = _Pieces(capture, self._ended, self.captured, copied=True)
+        pieces.start()
+        self._thread = threading.Thread(
+            target=self._take, args=(capture, pieces), name="checkpoint", daemon=True
+        )
         self._thread.start()
-        copies.start()
+        pieces.wait_for_volatile()
 
     def abandon(self) -> None:
         """Drop the save; what was there before is there still."""
@@ -223,19 +255,21 @@ class Save:
 
     # Inside ------------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _header(capture: Capture) -> bytes:
-        values = json.dumps(capture.values)
-        return header_of([*capture.volatile, *capture.parts], {RANK_VALUES: values})
-
-    def _write(
-        self,
-        header: bytes,
-        pieces: Iterator[Tensor],
-        progress: Callable[[int], None] = lambda _: None,
+    def _take(
+        self, capture: Capture, pieces: _Pieces, progress: Callable[[int], None] = lambda _: None
     ) -> None:
-        path = self._path / file_name(self._control.rank, self._control.size)
-        self._written = write_file(path, header, pieces, progress=progress)
+        """Write this rank's file from the pieces; an error is kept for `finish`."""
+        self._content = capture.content
+        try:
+            values = {RANK_VALUES: json.dumps(capture.values)}
+            header = header_of([*capture.volatile, *capture.parts], values)
+            path = self._path / file_name(self._control.rank, self._control.size)
+            self._written = write_file(path, header, pieces, progress=progress)
+        except BaseException as error:  # noqa: BLE001 - raised on every rank by `finish`
+            self._error = error
+        finally:
+            self._ended.set()
+            pieces.join()
 
     def _commit(self, partial: PartialFolder, rows: list[list[int]]) -> None:
         size = len(rows)

@@ -6,10 +6,12 @@ memory here. The format itself is a length, a JSON header and bytes, so it is wr
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import struct
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,8 +27,14 @@ from zero_plugin.errors import CheckpointError
 PIECE_BYTES = 16 << 20
 """Most bytes that are moved at once."""
 
-_SMALL_BYTES = 1 << 18
+BEHIND_BYTES = 64 << 20
+"""Most bytes that are written and not on the disk yet."""
+
+SMALL_BYTES = 1 << 18
+"""Pieces below this are put together."""
+
 _LARGEST_HEADER = 1 << 30
+_WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4  # of sync_file_range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,12 +47,14 @@ class Part:
         shape: in the file.
         read: gives the elements from one place to another of the flattened tensor, in host memory or elsewhere. Called once
             for each range, in order.
+        transient: what `read` gives lasts until the next read of any part.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[int, int], Tensor]
+    transient: bool = False
 
     @property
     def numel(self) -> int:
@@ -127,11 +137,13 @@ def write_file(
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         # The checksum of a piece is taken beside its write: both leave Python.
+        behind = _WriteBehind(descriptor)
         with ThreadPoolExecutor(1, "checkpoint checksum") as pool:
             _write_all(descriptor, memoryview(header))
             for view in _gathered(pieces):
                 summed = pool.submit(zlib.crc32, view, checksum)
                 _write_all(descriptor, view)
+                behind.wrote(total, len(view))
                 checksum = summed.result()
                 total += len(view)
                 progress(len(view))
@@ -147,12 +159,12 @@ def _gathered(pieces: Iterable[Tensor]) -> Iterator[memoryview]:
     for piece in pieces:
         array: Any = piece.numpy()
         view = memoryview(array)
-        if len(view) < _SMALL_BYTES:
+        if len(view) < SMALL_BYTES:
             small += view
-        if small and (len(view) >= _SMALL_BYTES or len(small) >= _SMALL_BYTES):
+        if small and (len(view) >= SMALL_BYTES or len(small) >= SMALL_BYTES):
             yield memoryview(small)
             small = bytearray()
-        if len(view) >= _SMALL_BYTES:
+        if len(view) >= SMALL_BYTES:
             yield view
     if small:
         yield memoryview(small)
@@ -161,6 +173,36 @@ def _gathered(pieces: Iterable[Tensor]) -> Iterator[memoryview]:
 def _write_all(descriptor: int, view: memoryview) -> None:
     while view:
         view = view[os.write(descriptor, view) :]
+
+
+class _WriteBehind:
+    """Keeps the disk busy while a file is written, and its pages few.
+
+    The system would gather the whole file in memory and write it at the sync. Here each range is sent to the disk at
+    once; and a range some way back, once it is there, leaves its pages to the next. All hints: errors are the sync's.
+
+    Args:
+        descriptor: the file.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._sync_range: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)
+        self._sent: deque[tuple[int, int]] = deque()
+
+    def wrote(self, offset: int, nbytes: int) -> None:
+        """A range was written; begin with it, and end one before it."""
+        if self._sync_range is None:
+            return
+        self._sync(offset, nbytes, _WRITE)
+        self._sent.append((offset, nbytes))
+        while sum(size for _, size in self._sent) > BEHIND_BYTES:
+            start, size = self._sent.popleft()
+            self._sync(start, size, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
+            os.posix_fadvise(self._descriptor, start, size, os.POSIX_FADV_DONTNEED)
+
+    def _sync(self, offset: int, nbytes: int, flags: int) -> None:
+        self._sync_range(self._descriptor, ctypes.c_int64(offset), ctypes.c_int64(nbytes), flags)
 
 
 def sync_folder(path: Path) -> None:

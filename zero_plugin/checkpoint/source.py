@@ -155,10 +155,11 @@ class Holdings:
         """
         first: list[Part] = []
         rest: list[Part] = []
+        held = _Held()
         for states in self.states:
             for item in states.blocks.values():
                 if item.is_swapped and item.form == "whole":
-                    rest += self._tile_parts(states, item)
+                    rest += self._tile_parts(states, item, held)
                 elif item.is_swapped or item.form == "split":
                     first += self._opened_parts(states, item)
                 elif item.master is None:
@@ -312,8 +313,8 @@ class Holdings:
                 parts.append(_slice_part(kind, member.name, mine.start, view[inside]))
         return parts
 
-    def _tile_parts(self, states: OptimizerStates, item: BlockStates) -> list[Part]:
-        swap, block, held = states.swap, item.block, _Held()
+    def _tile_parts(self, states: OptimizerStates, item: BlockStates, held: _Held) -> list[Part]:
+        swap, block = states.swap, item.block
         if swap is None:
             return []
         parts: list[Part] = []
@@ -332,10 +333,11 @@ class Holdings:
                             name=slice_name(f"{kind}/{member.name}", start - offset, stop - offset),
                             dtype=torch.float32,
                             shape=(stop - start,),
+                            transient=True,
                             read=partial(
                                 held.read,
                                 tile,
-                                self._read_tile,
+                                partial(self._read_tile, held),
                                 number=number,
                                 first=start - tile.start,
                             ),
@@ -343,11 +345,11 @@ class Holdings:
                     )
         return parts
 
-    def _read_tile(self, tile: Tile) -> list[Tensor]:
+    def _read_tile(self, held: _Held, tile: Tile) -> list[Tensor]:
         """A tile's states, read beside the lanes: they must be at rest, and nothing of it cached."""
         if self.store is None:
             raise EngineStateError(f"the states of {tile.block.name} were asked of a closed engine")
-        region = allocate_host(tile.nbytes)
+        region = held.room(tile.nbytes)
         self.store.read(tile.extent, tile.offset, region)
         return tile.parts(region)
 
@@ -358,6 +360,14 @@ class _Held:
 
     key: Any = None
     tensors: tuple[Tensor, ...] = field(default=())
+    memory: Tensor | None = None
+
+    def room(self, nbytes: int) -> Tensor:
+        """Memory for a tile; that of the last one."""
+        if self.memory is None or self.memory.numel() < nbytes:
+            self.memory = None
+            self.memory = allocate_host(nbytes)
+        return self.memory[:nbytes]
 
     def read(
         self, key: Any, load: Any, start: int, stop: int, *, number: int, first: int
