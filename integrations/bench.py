@@ -24,7 +24,16 @@ _LINES = (
     ("up", "host to device, both ways busy", "B/s"),
     ("down", "device to host, both ways busy", "B/s"),
     ("device_bandwidth", "device memory", "B/s"),
+    ("gather", "weights into new memory", "B/s"),
+    ("norm", "exact norm of gradients", "B/s"),
     ("collective", "all-gather, sent by a rank", "B/s"),
+    ("reduce", "reduce-scatter, sent by a rank", "B/s"),
+)
+_FIXED = (
+    ("step_seconds", "a step"),
+    ("launch_seconds", "a reduced and updated block"),
+    ("unit_seconds", "a gathered unit"),
+    ("tile_seconds", "more for a block in files"),
 )
 
 
@@ -44,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     """Measure, keep the result, and print it."""
+    from zero_plugin.integrations.overheads import measure_overheads
     from zero_plugin.machine.bench import measure, measure_collectives
     from zero_plugin.machine.cache import load_measurement, save_measurement
 
@@ -56,7 +66,8 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     kept = None if arguments.fresh else load_measurement()
     with _ranks() as group:
         first = group is None or group.rank == 0
-        wants = group is not None and "collective" not in (kept or {})
+        wants = _any_lacks(group, kept, "reduce") and group is not None
+        fixed = "step_seconds" if not paths else "tile_seconds"
         known = all(str(path.resolve()) in (kept or {}).get("disks", {}) for path in paths)
         found: dict[str, Any] = {}
         if first and (kept is None or not known):
@@ -64,6 +75,8 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
             found = measure(paths, seconds=arguments.seconds, progress=shows)
         if group is not None and wants:
             found |= measure_collectives(group)
+        if _any_lacks(group, kept, fixed):
+            found |= measure_overheads(paths[0] if paths else None)
     if not first:
         return 0
     if found:
@@ -72,6 +85,17 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
             say(f"kept in {file}")
     _report({**(kept or {}), **found}, say, as_json=arguments.json)
     return 0
+
+
+def _any_lacks(group: ProcessGroup | None, kept: Mapping[str, Any] | None, key: str) -> bool:
+    """Whether some rank has no figure of that name; all ranks call it."""
+    lacks = key not in (kept or {})
+    if group is None:
+        return lacks
+    import torch
+
+    mine = torch.tensor([int(lacks)], dtype=torch.int64, device="cpu")
+    return any(int(row[0]) for row in group.exchange(mine, label="what is kept"))
 
 
 @contextmanager
@@ -113,6 +137,9 @@ def _report(found: Mapping[str, Any], say: Callable[[str], None], *, as_json: bo
     for key, name, unit in _LINES:
         if key in found:
             say(f"{name:40} {_rate(found[key])}{unit}")
+    for key, name in _FIXED:
+        if key in found:
+            say(f"{'fixed cost of ' + name:40} {found[key] * 1e3:.2f} ms")
     for path, rates in found.get("disks", {}).items():
         if "error" in rates:
             say(f"disk {path}: {rates['error']}")

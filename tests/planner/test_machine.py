@@ -230,9 +230,12 @@ def test_a_measurement_expires_and_belongs_to_its_machine(tmp_path: Path) -> Non
 def test_bench_measures_and_keeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from zero_plugin.integrations import overheads
     from zero_plugin.machine import bench
 
     monkeypatch.setenv("HOME", str(tmp_path))
+    for name, value in {"_LAYERS": 4, "_FEW": 2, "_STEPS": 1, "_ROUNDS": 1}.items():
+        monkeypatch.setattr(overheads, name, value)
     monkeypatch.setattr(bench, "_STATE_BYTES", 1 << 20)
     monkeypatch.setattr(bench, "_FILE_BYTES", 1 << 20)
     monkeypatch.setattr(bench, "_LINK_BYTES", 1 << 20)
@@ -241,13 +244,24 @@ def test_bench_measures_and_keeps(
     arguments = ["bench", "--seconds", "0.01", "--nvme", str(disk)]
     assert cli.main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    rates = ("update", "host_bandwidth", "flops", "up", "down", "device_bandwidth")
-    assert all(found[name] > 0 for name in rates)
+    rates = (
+        "update",
+        "host_bandwidth",
+        "flops",
+        "up",
+        "down",
+        "device_bandwidth",
+        "norm",
+        "gather",
+    )
+    fixed = ("step_seconds", "launch_seconds", "unit_seconds", "tile_seconds")
+    assert all(found[name] > 0 for name in (*rates, *fixed))
     rates = found["disks"][str(disk.resolve())]
     assert {"read", "write", "mixed_read", "block_bytes", "queue_depth"} <= rates.keys()
     assert list(disk.iterdir()) == []
     # Kept: a second call measures nothing, and plan uses it.
     monkeypatch.setattr(bench, "measure", None)
+    monkeypatch.setattr(overheads, "measure_overheads", None)
     assert cli.main(arguments) == 0
     assert "compiled AdamW" in capsys.readouterr().out
 

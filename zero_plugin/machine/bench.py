@@ -38,6 +38,9 @@ _BLOCKS = (256 << 10, 1 << 20, 4 << 20)
 _DEPTHS = (4, 32)
 _COLLECTIVE_BYTES = 16 << 20
 _LINK_BYTES = 256 << 20
+_KEPT_BYTES = 31 << 20
+_WEIGHT_BYTES, _WEIGHTS = 4 << 20, 4
+"""Of a layer's matrix, and how many a gather brings; host allocators keep such memory mapped, larger pieces come with fresh pages."""
 
 
 class Clock:
@@ -69,6 +72,7 @@ def measure(
     *,
     seconds: float = 1.0,
     progress: Progress | None = None,
+    threads: int | None = None,
 ) -> dict[str, Any]:
     """Measure this machine, in one process.
 
@@ -76,6 +80,7 @@ def measure(
         paths: folders of the `nvme` tier.
         seconds: for each part, roughly.
         progress: told what is measured.
+        threads: of the compiled kernels; None: all cores'.
 
     Returns:
         `Hardware` fields, bytes and operations a second, and "disks": for each path its rates, best block and depth.
@@ -83,9 +88,9 @@ def measure(
     clock = Clock(seconds)
     device = torch.accelerator.current_accelerator()
     parts: list[tuple[str, Callable[[], Mapping[str, Any]]]] = [
-        ("host memory and update", lambda: _host(clock)),
+        ("host memory and update", lambda: _host(clock, threads)),
         ("computation", lambda: _compute(clock, device)),
-        ("links", lambda: _links(clock, device)),
+        ("links", lambda: _links(clock, device, threads)),
         *((f"disk {path}", lambda path=path: _disk(clock, path)) for path in paths),
     ]
     found: dict[str, Any] = {"disks": {}}
@@ -100,8 +105,8 @@ def measure(
     return found
 
 
-def _host(clock: Clock) -> dict[str, float]:
-    """The compiled AdamW on bf16 gradients and weights, beside the same bytes moved with hardly any arithmetic."""
+def _host(clock: Clock, threads: int | None) -> dict[str, float]:
+    """The compiled AdamW on bf16 gradients and weights, the same bytes moved with hardly any arithmetic, and the norm."""
     room = available_host_bytes()
     numel = (_STATE_BYTES if room is None else min(_STATE_BYTES, room // 4)) // 16 // 16 * 16
     states = [allocate_host(4 * numel).view(torch.float32) for _ in range(3)]
@@ -110,7 +115,7 @@ def _host(clock: Clock) -> dict[str, float]:
     segments = torch.tensor([[*addresses, numel, 0]], dtype=torch.int64, device="cpu")
     group = {"betas": (0.9, 0.999), "lr": 1e-3, "weight_decay": 0.01, "eps": 1e-8}
     hyper = torch.tensor([ADAMW.hyper(group, 1)], dtype=torch.float64, device="cpu")
-    with Kernels() as kernels:
+    with Kernels(threads=threads) as kernels:
         moved = clock.rate(lambda: kernels.stream(segments), 28 * numel)
         halves[0].zero_()
         update = clock.rate(
@@ -125,7 +130,9 @@ def _host(clock: Clock) -> dict[str, float]:
             ),
             28 * numel,
         )
-    return {"update": update, "host_bandwidth": moved}
+        halves[0].fill_(1.0)
+        norm = clock.rate(lambda: kernels.norm_partial(halves[0]), 2 * numel)
+    return {"update": update, "host_bandwidth": moved, "norm": norm}
 
 
 def _compute(clock: Clock, device: torch.device | None) -> dict[str, float]:
@@ -146,8 +153,8 @@ def _compute(clock: Clock, device: torch.device | None) -> dict[str, float]:
 
 
 @contextmanager
-def _backend(device: torch.device) -> Generator[Backend]:
-    with Kernels() as kernels:
+def _backend(device: torch.device, threads: int | None) -> Generator[Backend]:
+    with Kernels(threads=threads) as kernels:
         backend = create_backend(
             "auto", device=device, kernels=kernels, trace=None, ledger=Ledger()
         )
@@ -157,11 +164,11 @@ def _backend(device: torch.device) -> Generator[Backend]:
             backend.close()
 
 
-def _links(clock: Clock, device: torch.device | None) -> dict[str, float]:
-    """Both directions at once, on the lanes that carry them in training."""
+def _links(clock: Clock, device: torch.device | None, threads: int | None) -> dict[str, float]:
+    """Both directions at once, on the lanes that carry them in training; in turn where the same cores copy both ways."""
     where = device or torch.device("cpu")
     nbytes = _LINK_BYTES if device is not None else _LINK_BYTES // 4
-    with _backend(where) as backend:
+    with _backend(where, threads) as backend:
         here = [backend.allocate(nbytes, "host") for _ in range(2)]
         there = [backend.allocate(nbytes, "device") for _ in range(2)]
         ways = (
@@ -174,13 +181,15 @@ def _links(clock: Clock, device: torch.device | None) -> dict[str, float]:
         taken: dict[str, list[float]] = {"up": [], "down": []}
 
         def work() -> None:
-            begin = time.perf_counter()
-            tickets = [
-                (name, backend.lane(f"bench {name}", "device").submit(op)) for name, op in ways
-            ]
-            for name, ticket in tickets:
-                ticket.wait()
-                taken[name].append(time.perf_counter() - begin)
+            for together in (ways,) if device is not None else ((way,) for way in ways):
+                begin = time.perf_counter()
+                tickets = [
+                    (name, backend.lane(f"bench {name}", "device").submit(op))
+                    for name, op in together
+                ]
+                for name, ticket in tickets:
+                    ticket.wait()
+                    taken[name].append(time.perf_counter() - begin)
 
         clock.rate(work, 1)
         found = {name: nbytes / statistics.median(values) for name, values in taken.items()}
@@ -188,6 +197,20 @@ def _links(clock: Clock, device: torch.device | None) -> dict[str, float]:
         lane = backend.lane("bench device", "device")
         # Each byte is read and written.
         found["device_bandwidth"] = clock.rate(lambda: lane.submit(copied).wait(), 2 * nbytes)
+        one = min(_WEIGHT_BYTES, nbytes // _WEIGHTS)
+        # glibc maps pieces anew until one of their size was freed; a training process has freed activations by then.
+        del [torch.empty(_KEPT_BYTES, dtype=torch.uint8, device=where)][:]
+        fresh = tuple(torch.empty(one, dtype=torch.uint8, device=where) for _ in range(_WEIGHTS))
+        source = here[0][: _WEIGHTS * one].split(one)
+        gathered = Copy(destinations=fresh, sources=source, direction="host_to_device")
+
+        def gather() -> None:
+            for size in (0, one):
+                for item in fresh:
+                    item.untyped_storage().resize_(size)
+            lane.submit(gathered).wait()
+
+        found["gather"] = clock.rate(gather, _WEIGHTS * one)
     return found
 
 
@@ -247,20 +270,26 @@ def _both(store: NvmeStore, extent: Any, memory: Tensor) -> None:
     reader.join()
 
 
-def measure_collectives(group: ProcessGroup) -> dict[str, float]:
-    """An all-gather of the size of a gradient bucket: bytes that a rank sends a second. All ranks call it."""
+def measure_collectives(group: ProcessGroup, threads: int | None = None) -> dict[str, float]:
+    """All-gather and reduce-scatter of the size of a bucket: bytes that a rank sends a second. All ranks call it."""
     device = torch.accelerator.current_accelerator()
     where = device or torch.device("cpu")
     numel = _COLLECTIVE_BYTES // 4 // group.size
     shard = torch.ones(numel, dtype=torch.float32, device=where)
-    rows = torch.empty(group.size * numel, dtype=torch.float32, device=where)
-    taken: list[float] = []
-    # As often on every rank, however fast it is.
-    for _ in range(8):
-        begin = time.perf_counter()
-        group.all_gather(rows, shard, tag=0, label="benchmark")
-        if device is not None:
-            torch.accelerator.synchronize()
-        taken.append(time.perf_counter() - begin)
+    rows = torch.empty(group.size, numel, dtype=torch.float32, device=where)
+    taken: dict[str, list[float]] = {"collective": [], "reduce": []}
+    with Kernels(threads=threads) as kernels:
+        group.use_kernels(kernels)
+        # As often on every rank, however fast it is.
+        for number in range(16):
+            name = ("collective", "reduce")[number % 2]
+            begin = time.perf_counter()
+            if name == "collective":
+                group.all_gather(rows, shard, tag=0, label="benchmark")
+            else:
+                group.reduce_scatter(shard, rows, tag=0, label="benchmark")
+            if device is not None:
+                torch.accelerator.synchronize()
+            taken[name].append(time.perf_counter() - begin)
     sent = (group.size - 1) * numel * 4
-    return {"collective": sent / statistics.median(taken[2:])}
+    return {name: sent / statistics.median(times[2:]) for name, times in taken.items()}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 EXPIRY = timedelta(days=30)
-_VERSION = 1
+_VERSION = 2
 
 
 def cache_folder() -> Path:

@@ -70,14 +70,38 @@ class Hardware:
     nvme_write: float = 0.0
     """Likewise."""
 
+    nvme_read_alone: float = 0.0
+    """While nothing is written; 0: as `nvme_read`."""
+
+    nvme_write_alone: float = 0.0
+    """While nothing is read; 0: as `nvme_write`."""
+
     collective: float = 1e10
     """What one rank sends in a collective within a machine."""
+
+    reduce: float = 0.0
+    """What one rank sends in a reduction of gradients within a machine; 0: as `collective`."""
 
     network: float = 1e9
     """What one rank sends in a collective across machines."""
 
+    norm: float = 0.0
+    """Bytes of gradients a rank takes the exact norm of; 0: not counted."""
+
+    gather: float = 0.0
+    """Weights copied into memory that the allocator has just given, as a gather does; 0: as `up`."""
+
     launch_seconds: float = 2e-5
-    """Fixed cost of a gathered unit, a reduced block or an updated block."""
+    """Fixed cost of a reduced and updated block."""
+
+    unit_seconds: float = 0.0
+    """Fixed cost of one gather and release of a unit; 0: as `launch_seconds`."""
+
+    tile_seconds: float = 0.0
+    """Fixed cost of a block whose states and gradients lie in files, beside `launch_seconds`."""
+
+    step_seconds: float = 0.0
+    """Fixed cost of a step."""
 
     device_is_host: bool = False
     """Whether "device" memory is the machine's own (a run on CPUs): both tiers then share `host_bytes`."""
@@ -123,7 +147,15 @@ class Hardware:
     @property
     def between_ranks(self) -> float:
         """What a rank sends in a collective over all ranks."""
-        return self.collective if self.machines == 1 else min(self.collective, self.network)
+        return self._over_all(self.collective)
+
+    @property
+    def reduced_between_ranks(self) -> float:
+        """What a rank sends in a reduction over all ranks."""
+        return self._over_all(self.reduce or self.collective)
+
+    def _over_all(self, rate: float) -> float:
+        return rate if self.machines == 1 else min(rate, self.network)
 
     def _shared(self, link: float) -> float:
         return min(link, self.host_link / self.devices) if self.host_link else link

@@ -2,6 +2,9 @@
 
 The terms are those of the three papers, with the traffic of this engine: fp32 on the wire of a reduction, one gather of sharded
 weights in the forward and one in the backward, gradients reduced and moved with every micro-batch at stages 2 and 3.
+
+On a machine without an accelerator computation, copies, norms and updates are the same processor cores' work: there they come one
+after another (`CORES`), and only files are beside them.
 """
 
 from __future__ import annotations
@@ -17,8 +20,29 @@ from zero_plugin.planner.workload import Activity
 COMPUTE, UP, DOWN = "compute", "host to device", "device to host"
 COLLECTIVE, READ, WRITE = "collectives", "disk reads", "disk writes"
 HOST_UPDATE, DEVICE_UPDATE = "update on the host", "update on the device"
-RESOURCES = (COMPUTE, UP, DOWN, COLLECTIVE, READ, WRITE, HOST_UPDATE, DEVICE_UPDATE)
+ON_DEVICE, NORM, FIXED = "copies on the device", "norm of gradients", "fixed costs"
+RESOURCES = (
+    COMPUTE,
+    UP,
+    DOWN,
+    COLLECTIVE,
+    READ,
+    WRITE,
+    HOST_UPDATE,
+    DEVICE_UPDATE,
+    ON_DEVICE,
+    NORM,
+    FIXED,
+)
 """What can be the bound of a step; each does one thing at a time."""
+
+CORES = "processor cores"
+"""What serves everything but files on a machine without an accelerator."""
+
+
+def server(name: str, *, shared: bool) -> str:
+    """What serves a resource: itself, or the cores where they do everything but files."""
+    return CORES if shared and name not in (READ, WRITE) else name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +112,8 @@ class Load:
         units: number of gathered units.
         accumulate: micro-batches of a step.
         activity: one micro-batch.
+        blocks: number of blocks that are reduced and updated where weights are whole; 0: as many as units.
+        unit_blocks: likewise where they are sharded.
     """
 
     trainable: int
@@ -99,6 +125,12 @@ class Load:
     units: int
     accumulate: int
     activity: Activity
+    blocks: int = 0
+    unit_blocks: int = 0
+
+    def blocks_at(self, stage: int) -> int:
+        """Blocks that a step goes through."""
+        return max(1, (self.unit_blocks if stage == 3 else self.blocks) or self.units)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,16 +141,34 @@ class Phase:
         name: "forward", "backward" or "update".
         repeats: how often it occurs in a step.
         seconds: busy time of each resource in one of them.
+        shared: whether the cores serve all of them but files.
     """
 
     name: str
     repeats: int
     seconds: Mapping[str, float]
+    shared: bool = False
+
+    @property
+    def served(self) -> dict[str, float]:
+        """Busy time of what serves the resources."""
+        found: dict[str, float] = {}
+        for name, seconds in self.seconds.items():
+            _add(found, server(name, shared=self.shared), seconds)
+        return found
 
     @property
     def longest(self) -> float:
-        """The time of its slowest resource."""
-        return max(self.seconds.values(), default=0.0)
+        """The time of its slowest server."""
+        return max(self.served.values(), default=0.0)
+
+    @property
+    def slowest(self) -> str:
+        """The resource that most of it waits for."""
+        served = self.served
+        last = max(served, key=lambda name: served[name], default=COMPUTE)
+        own = {n: s for n, s in self.seconds.items() if server(n, shared=self.shared) == last}
+        return max(own, key=lambda name: own[name], default=COMPUTE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,13 +193,13 @@ class Price:
 def phases(choice: Choice, load: Load, hardware: Hardware) -> tuple[Phase, ...]:
     """Busy time of each resource in forward, backward and update."""
     terms = _Terms(choice, load, hardware)
-    repeats = load.accumulate
+    repeats, shared = load.accumulate, hardware.device_is_host
     # Below stage 2 gradients are reduced once a step: their part of a backward is spread over the micro-batches.
     share = 1.0 if choice.stage >= 2 else 1 / repeats
     return (
-        Phase(name="forward", repeats=repeats, seconds=terms.forward()),
-        Phase(name="backward", repeats=repeats, seconds=terms.backward(share)),
-        Phase(name="update", repeats=1, seconds=terms.update()),
+        Phase(name="forward", repeats=repeats, seconds=terms.forward(), shared=shared),
+        Phase(name="backward", repeats=repeats, seconds=terms.backward(share), shared=shared),
+        Phase(name="update", repeats=1, seconds=terms.update(), shared=shared),
     )
 
 
@@ -161,19 +211,18 @@ def price(choice: Choice, load: Load, hardware: Hardware) -> Price:
     parts = phases(choice, load, hardware)
     start = _first(parts, load)
     computing = sum(phase.repeats * phase.longest for phase in parts[:2]) + start
-    update = parts[2].longest + _tail(parts[2], load)
-    seconds = max(computing, update) if choice.delayed else computing + update
-    busy = {
-        name: sum(phase.repeats * phase.seconds.get(name, 0.0) for phase in parts)
-        for name in RESOURCES
-    }
+    update = parts[2].longest + _tail(parts[2], load.blocks_at(choice.stage))
+    busy: dict[str, float] = {}
+    for phase in parts:
+        for name, taken in phase.served.items():
+            _add(busy, name, phase.repeats * taken)
+    seconds = max(computing, update, busy.get(CORES, 0.0)) if choice.delayed else computing + update
     waited: dict[str, float] = dict.fromkeys(RESOURCES, 0.0)
     counted = parts
     if choice.delayed:
         counted = parts[:2] if computing >= update else parts[2:]
     for phase in counted:
-        slowest, longest = max(phase.seconds.items(), key=lambda pair: pair[1])
-        waited[slowest] += phase.repeats * longest
+        waited[phase.slowest] += phase.repeats * phase.longest
     return Price(
         seconds=seconds,
         lower_bound=min(seconds, max(busy.values())),
@@ -185,14 +234,14 @@ def price(choice: Choice, load: Load, hardware: Hardware) -> Price:
 
 def _first(parts: tuple[Phase, ...], load: Load) -> float:
     """The first unit of a step is waited for: nothing is there to compute meanwhile."""
-    seconds = parts[0].seconds
-    moved = sum(seconds.get(name, 0.0) for name in (UP, COLLECTIVE, READ))
-    return moved / max(1, load.units)
+    forward = parts[0]
+    coming = (READ,) if forward.shared else (UP, COLLECTIVE, READ)
+    return sum(forward.seconds.get(name, 0.0) for name in coming) / max(1, load.units)
 
 
-def _tail(update: Phase, load: Load) -> float:
+def _tail(update: Phase, blocks: int) -> float:
     """The last block passes through every resource in turn."""
-    return (sum(update.seconds.values()) - update.longest) / max(1, load.units)
+    return (sum(update.seconds.values()) - update.longest) / blocks
 
 
 class _Terms:
@@ -205,92 +254,133 @@ class _Terms:
         self._ranks = hardware.world_size
         self._own = load.trainable / (self._ranks if choice.stage >= 1 else 1)
         self._weights = load.element * load.parameters / self._ranks
-        # Of the ranks on one machine together.
-        self._read = hardware.nvme_read / hardware.devices
-        self._write = hardware.nvme_write / hardware.devices
-        self._launches = hardware.launch_seconds * load.units
+        self._blocks = load.blocks_at(choice.stage)
+        # Whose weights are fp32 and held by the update itself writes nothing beside its master.
+        self._is_master = load.element == 4 and choice.optimizer != "nvme"
 
     def forward(self) -> dict[str, float]:
         """One micro-batch."""
         seconds = {COMPUTE: self._load.activity.forward_flops / self._hardware.flops}
-        self._gather(seconds)
-        self._checkpoints(seconds, out=True)
-        return _with(seconds, self._launches)
+        moved = {READ: 0.0, WRITE: 0.0}
+        self._gather(seconds, moved)
+        self._checkpoints(seconds, moved, out=True)
+        return self._end(seconds, moved, self._units())
 
     def backward(self, share: float) -> dict[str, float]:
         """One micro-batch, with `share` of a reduction of all gradients."""
         choice, load, hardware = self._choice, self._load, self._hardware
         times = 3 if choice.checkpointing else 2
         seconds = {COMPUTE: times * load.activity.forward_flops / hardware.flops}
-        self._gather(seconds)
-        self._checkpoints(seconds, out=False)
-        rounds = 2 if choice.stage == 0 else 1
-        sent = rounds * load.wire * load.trainable * (self._ranks - 1) / self._ranks
-        _add(seconds, COLLECTIVE, share * sent / hardware.between_ranks)
+        moved = {READ: 0.0, WRITE: 0.0}
+        self._gather(seconds, moved)
+        self._checkpoints(seconds, moved, out=False)
+        self._reduce(seconds, share)
         width = load.gradient if choice.stage >= 2 or load.accumulate == 1 else 4
         landed = share * width * self._own
         if choice.gradients != "device":
             _add(seconds, DOWN, landed / hardware.link_down)
+        elif self._ranks == 1:
+            # Out of autograd's own memory into the chunk: read and written.
+            _add(seconds, ON_DEVICE, 2 * landed / hardware.device_bandwidth)
+        if hardware.norm and (choice.gradients != "device" or hardware.device_is_host):
+            _add(seconds, NORM, landed / hardware.norm)
         if choice.gradients == "nvme":
-            self._file(seconds, WRITE, landed)
+            moved[WRITE] += landed
             if load.accumulate > 1 and choice.stage >= 2:
                 # What was added up is read, and written wider.
-                self._file(seconds, READ, 4 * self._own)
-                self._file(seconds, WRITE, (4 - load.gradient) * self._own)
-        return _with(seconds, self._launches)
+                moved[READ] += 4 * self._own
+                moved[WRITE] += (4 - load.gradient) * self._own
+        fixed = self._units() + share * self._blocks * hardware.launch_seconds / 2
+        return self._end(seconds, moved, fixed)
 
     def update(self) -> dict[str, float]:
         """The end of a step."""
         choice, load, hardware = self._choice, self._load, self._hardware
-        own, seconds = self._own, dict[str, float]()
+        own, seconds, moved = self._own, dict[str, float](), {READ: 0.0, WRITE: 0.0}
         # 28 bytes a parameter for Adam and bf16: the gradient, each state read and written, and the new weight.
-        traffic = (load.gradient + 8 * load.states + load.element) * own
-        if choice.optimizer == "device":
+        output = 0 if self._is_master else load.element
+        traffic = (load.gradient + 8 * load.states + output) * own
+        if choice.optimizer == "device" and not hardware.device_is_host:
             _add(seconds, DEVICE_UPDATE, traffic / hardware.device_bandwidth)
         else:
-            _add(seconds, HOST_UPDATE, traffic * hardware.devices / hardware.update)
-        self._move_gradients(seconds, own)
+            name = DEVICE_UPDATE if choice.optimizer == "device" else HOST_UPDATE
+            _add(seconds, name, traffic * hardware.devices / hardware.update)
+        self._move_gradients(seconds, moved, own)
+        fixed = hardware.step_seconds + self._blocks * hardware.launch_seconds / 2
         if choice.optimizer == "nvme":
-            stored = (4 * load.states - 2 * choice.split) * own * (1 - choice.cached)
-            self._file(seconds, READ, stored)
-            self._file(seconds, WRITE, stored)
-        self._publish(seconds, own)
-        return _with(seconds, self._launches)
+            # fp32 weights in files are the master; they are read for the update and written after it.
+            kept = load.states - (load.element == 4 and choice.params == "nvme")
+            stored = (4 * kept - 2 * choice.split) * own * (1 - choice.cached)
+            moved[READ] += stored + (load.states - kept) * load.element * own
+            moved[WRITE] += stored
+            fixed += self._blocks * hardware.tile_seconds
+        self._publish(seconds, moved, own)
+        return self._end(seconds, moved, fixed)
 
-    def _move_gradients(self, seconds: dict[str, float], own: float) -> None:
+    def _units(self) -> float:
+        if self._choice.stage != 3:
+            return 0.0
+        return self._load.units * (self._hardware.unit_seconds or self._hardware.launch_seconds)
+
+    def _reduce(self, seconds: dict[str, float], share: float) -> None:
+        load, hardware, ranks = self._load, self._hardware, self._ranks
+        if ranks == 1:
+            return
+        sent = share * load.wire * load.trainable * (ranks - 1) / ranks
+        _add(seconds, COLLECTIVE, sent / hardware.reduced_between_ranks)
+        if self._choice.stage == 0:
+            _add(seconds, COLLECTIVE, sent / hardware.between_ranks)
+        packed = share * (load.element + load.wire) * load.trainable
+        _add(seconds, ON_DEVICE, packed / hardware.device_bandwidth)
+
+    def _move_gradients(
+        self, seconds: dict[str, float], moved: dict[str, float], own: float
+    ) -> None:
         choice, load, hardware = self._choice, self._load, self._hardware
         width = load.gradient if load.accumulate == 1 else 4
         if choice.gradients == "nvme":
-            self._file(seconds, READ, width * own)
+            moved[READ] += width * own
         if choice.optimizer == "device" and choice.gradients != "device":
             _add(seconds, UP, width * own / hardware.link_up)
         if choice.optimizer != "device" and choice.gradients == "device":
             _add(seconds, DOWN, width * own / hardware.link_down)
 
-    def _publish(self, seconds: dict[str, float], own: float) -> None:
+    def _publish(self, seconds: dict[str, float], moved: dict[str, float], own: float) -> None:
         choice, load, hardware = self._choice, self._load, self._hardware
         new = load.element * own
         if choice.params == "nvme":
-            self._file(seconds, WRITE, new)
+            moved[WRITE] += new
         if choice.optimizer != "device" and choice.params == "device":
             _add(seconds, UP, new / hardware.link_up)
         if choice.optimizer == "device" and choice.params != "device":
             _add(seconds, DOWN, new / hardware.link_down)
-        if choice.stage in (1, 2):
-            sent = load.element * load.trainable * (self._ranks - 1) / self._ranks
+        if choice.stage in (1, 2) and self._ranks > 1:
+            whole = load.element * load.trainable
+            sent = whole * (self._ranks - 1) / self._ranks
             _add(seconds, COLLECTIVE, sent / hardware.between_ranks)
+            _add(seconds, ON_DEVICE, 2 * whole / hardware.device_bandwidth)
 
-    def _gather(self, seconds: dict[str, float]) -> None:
+    def _gather(self, seconds: dict[str, float], moved: dict[str, float]) -> None:
         if self._choice.stage != 3:
             return
-        sent = self._weights * (self._ranks - 1)
-        _add(seconds, COLLECTIVE, sent / self._hardware.between_ranks)
-        if self._choice.params != "device":
-            _add(seconds, UP, self._weights / self._hardware.link_up)
+        hardware, whole = self._hardware, self._load.element * self._load.parameters
+        if self._ranks > 1:
+            sent = self._weights * (self._ranks - 1)
+            _add(seconds, COLLECTIVE, sent / hardware.between_ranks)
+            unpack = hardware.gather or hardware.device_bandwidth / 2
+            _add(seconds, ON_DEVICE, whole / unpack)
+            if self._choice.params != "device":
+                _add(seconds, UP, self._weights / hardware.link_up)
+        elif self._choice.params == "device":
+            _add(seconds, ON_DEVICE, whole / (hardware.gather or hardware.device_bandwidth / 2))
+        else:
+            _add(seconds, UP, whole / (hardware.gather or hardware.link_up))
         if self._choice.params == "nvme":
-            self._file(seconds, READ, self._weights)
+            moved[READ] += self._weights
 
-    def _checkpoints(self, seconds: dict[str, float], *, out: bool) -> None:
+    def _checkpoints(
+        self, seconds: dict[str, float], moved: dict[str, float], *, out: bool
+    ) -> None:
         choice, nbytes = self._choice, self._load.activity.checkpoints
         if not choice.checkpointing or choice.activations == "device":
             return
@@ -300,18 +390,39 @@ class _Terms:
         else:
             _add(seconds, UP, nbytes / hardware.link_up)
         if choice.activations == "nvme":
-            self._file(seconds, WRITE if out else READ, nbytes)
+            moved[WRITE if out else READ] += nbytes
 
-    def _file(self, seconds: dict[str, float], name: str, nbytes: float) -> None:
-        rate = self._read if name == READ else self._write
-        _add(seconds, name, nbytes / rate if rate else float("inf") * (nbytes > 0))
+    def _end(
+        self, seconds: dict[str, float], moved: dict[str, float], fixed: float
+    ) -> dict[str, float]:
+        """With the files' part, and the fixed costs: the cores' own where they do everything, else one on each resource."""
+        hardware = self._hardware
+        both = min(moved[READ], moved[WRITE])
+        rates = (
+            (READ, hardware.nvme_read, hardware.nvme_read_alone),
+            (WRITE, hardware.nvme_write, hardware.nvme_write_alone),
+        )
+        for name, mixed, alone in rates:
+            if moved[name]:
+                # Of the ranks on one machine together.
+                beside = _over(both, mixed / hardware.devices)
+                _add(
+                    seconds,
+                    name,
+                    beside + _over(moved[name] - both, (alone or mixed) / hardware.devices),
+                )
+        if hardware.device_is_host:
+            _add(seconds, FIXED, fixed)
+            return seconds
+        return {name: value + fixed for name, value in seconds.items()}
+
+
+def _over(nbytes: float, rate: float) -> float:
+    if nbytes <= 0:
+        return 0.0
+    return nbytes / rate if rate else float("inf")
 
 
 def _add(seconds: dict[str, float], name: str, more: float) -> None:
     if more > 0:
         seconds[name] = seconds.get(name, 0.0) + more
-
-
-def _with(seconds: dict[str, float], launches: float) -> dict[str, float]:
-    """Each unit costs a fixed time on every resource it passes."""
-    return {name: value + launches for name, value in seconds.items()}

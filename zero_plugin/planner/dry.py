@@ -226,12 +226,16 @@ class BufferSizes:
         two_blocks: bytes of the two largest blocks.
         unit: bytes of the largest unit.
         blocks_in_unit: most blocks that a unit is cut into.
+        blocks: how many there are where weights are whole.
+        unit_blocks: how many there are where units have blocks of their own.
     """
 
     largest: int
     two_blocks: int
     unit: int
     blocks_in_unit: int
+    blocks: int
+    unit_blocks: int
 
 
 class DryModel:
@@ -267,6 +271,7 @@ class DryModel:
         blocks: list[int] = []
         units: list[int] = []
         counts: list[int] = [2]
+        trained = [p for p in self.model.parameters() if p.requires_grad]
         for unit in plan_units(self.model, persist_below=0).units:
             members = [p for _, p in unit.parameters if p.requires_grad]
             groups = group_by_bytes(
@@ -281,6 +286,12 @@ class DryModel:
             two_blocks=sum(sorted(blocks, reverse=True)[:2]),
             unit=max(units, default=0),
             blocks_in_unit=max(counts),
+            blocks=len(
+                group_by_bytes(
+                    [p.numel() * wire for p in trained], [p.dtype for p in trained], bucket_bytes
+                )
+            ),
+            unit_blocks=len(blocks),
         )
 
     @property
@@ -391,6 +402,7 @@ class _Trial:
                 parts.place,
                 wire_bytes=DTYPES[config.reduce_dtype].itemsize,
                 limit=config.bucket_size,
+                device_fraction=config.device_fraction,
             )
             self.roster.admit(members, blocks)
             if parts.sharded is not None:
@@ -402,7 +414,6 @@ class _Trial:
                 states.add_blocks(blocks)
             parts.buckets.add_blocks(blocks)
             parts.pipeline.add_blocks(blocks)
-                device_fraction=config.device_fraction,
             if parts.sharded is not None:
                 parts.sharded.gatherer.set_units(parts.sharded.units)
                 parts.sharded.gatherer.release_all()

@@ -97,4 +97,6 @@ def _disks(paths: Sequence[Path], measured: Mapping[str, Any]) -> dict[str, Any]
         "nvme_bytes": free,
         "nvme_read": sum(rate.get("mixed_read", _DISK_GUESS) for rate in rates),
         "nvme_write": sum(rate.get("mixed_write", _DISK_GUESS) for rate in rates),
+        "nvme_read_alone": sum(rate.get("read", _DISK_GUESS) for rate in rates),
+        "nvme_write_alone": sum(rate.get("write", _DISK_GUESS) for rate in rates),
     }

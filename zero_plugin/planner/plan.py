@@ -242,6 +242,7 @@ def _task(  # noqa: PLR0913, PLR0917 - the parts of a task
     element = _element(source.model)
     wire = _bytes_of(settings.get("reduce_dtype")) or 4
     bucket = parse_bytes(settings.get("bucket_bytes", _BUCKET), "bucket_bytes")
+    sizes = dry.sizes(bucket, wire)
     return Task(
         model=dry,
         load=Load(
@@ -254,8 +255,10 @@ def _task(  # noqa: PLR0913, PLR0917 - the parts of a task
             units=max(1, len(plan_units(source.model, persist_below=0).units)),
             accumulate=batch.accumulate,
             activity=_activity(source, dry, batch, inputs, element),
+            blocks=sizes.blocks,
+            unit_blocks=sizes.unit_blocks,
         ),
-        buffers=dry.sizes(bucket, wire),
+        buffers=sizes,
         hardware=machine,
         limits=Limits.of(machine),
         settings=settings,

@@ -14,7 +14,10 @@ from zero_plugin.planner.cost import (
     COMPUTE,
     DEVICE_UPDATE,
     DOWN,
+    FIXED,
     HOST_UPDATE,
+    NORM,
+    ON_DEVICE,
     READ,
     UP,
     WRITE,
@@ -22,9 +25,10 @@ from zero_plugin.planner.cost import (
     Load,
     Phase,
     phases,
+    server,
 )
 
-_COMING = (READ, UP, COLLECTIVE)
+_COMING = (READ, UP, COLLECTIVE, ON_DEVICE)
 """What a unit of sharded weights passes, in order."""
 
 MOST_UNITS = 96
@@ -32,13 +36,15 @@ MOST_UNITS = 96
 
 
 class _Lanes:
-    """When each resource is free again."""
+    """When each resource is free again; the cores' all at once where they are shared."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared: bool) -> None:
+        self._shared = shared
         self._free: dict[str, float] = {}
 
     def run(self, name: str, seconds: float, after: float) -> float:
         """Queue work; returns when it ends."""
+        name = server(name, shared=self._shared)
         end = max(self._free.get(name, 0.0), after) + seconds
         self._free[name] = end
         return end
@@ -62,14 +68,15 @@ def simulate(
     """
     forward, backward, update = phases(choice, load, hardware)
     units = max(1, min(load.units, most_units))
+    blocks = min(load.blocks_at(choice.stage), most_units)
     if not choice.delayed:
-        lanes = _Lanes()
+        lanes = _Lanes(shared=hardware.device_is_host)
         return _update(
-            update, choice, lanes, units, _compute(forward, backward, choice, lanes, units)
+            update, choice, lanes, blocks, _compute(forward, backward, choice, lanes, units)
         )
     # The update of one step and the computation of the next share every resource but the ones that compute.
-    lanes = _Lanes()
-    _update(update, choice, lanes, units, 0.0)
+    lanes = _Lanes(shared=hardware.device_is_host)
+    _update(update, choice, lanes, blocks, 0.0)
     _compute(forward, backward, choice, lanes, units)
     return lanes.end
 
@@ -86,7 +93,9 @@ def _arrivals(choice: Choice, *, out: bool) -> tuple[str, ...]:
     """Resources a unit passes before it is computed; the others come after."""
     if choice.stage == 3:
         return tuple(
-            name for name in _COMING if name == COLLECTIVE or choice.params != "device" or not out
+            name
+            for name in _COMING
+            if name in (COLLECTIVE, ON_DEVICE) or choice.params != "device" or not out
         )
     return () if out else tuple(name for name in (READ, UP))
 
@@ -111,27 +120,28 @@ def _pass(
             if name in each:
                 ready = lanes.run(name, each[name], ready)
         done = lanes.run(COMPUTE, each.get(COMPUTE, 0.0), max(ready, ends[-1] if ends else start))
+        done = lanes.run(FIXED, each.get(FIXED, 0.0), done) if FIXED in each else done
         ends.append(done)
-        for name in (COLLECTIVE, DOWN, WRITE):
+        for name in (ON_DEVICE, COLLECTIVE, DOWN, NORM, WRITE):
             if name in each and name not in coming:
                 done = lanes.run(name, each[name], done)
     return ends[-1]
 
 
-def _update(update: Phase, choice: Choice, lanes: _Lanes, units: int, start: float) -> float:
+def _update(update: Phase, choice: Choice, lanes: _Lanes, blocks: int, start: float) -> float:
     """Blocks are read, updated, written and published, one behind the other."""
-    each = {name: value / units for name, value in update.seconds.items()}
+    each = {name: value / blocks for name, value in update.seconds.items()}
     gradients_up = choice.optimizer == "device" and choice.gradients != "device"
     before = (READ, DOWN, *((UP,) if gradients_up else ()))
-    for _ in range(units):
+    for _ in range(blocks):
         at = start
         for name in before:
             if name in each:
                 at = lanes.run(name, each[name], at)
-        for name in (HOST_UPDATE, DEVICE_UPDATE):
+        for name in (FIXED, HOST_UPDATE, DEVICE_UPDATE):
             if name in each:
                 at = lanes.run(name, each[name], at)
-        for name in (WRITE, UP, COLLECTIVE):
+        for name in (WRITE, UP, COLLECTIVE, ON_DEVICE):
             if name in each and name not in before:
                 lanes.run(name, each[name], at)
     return lanes.end
