@@ -58,7 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture
 def schedules(request: pytest.FixtureRequest) -> int:
     """How many seeds a test of many schedules tries, in all its cases together."""
-    return int(request.config.getoption("--schedules"))
+    return int(str(request.config.getoption("--schedules")))
 
 
 def pytest_configure(config: pytest.Config) -> None:

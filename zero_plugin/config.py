@@ -147,14 +147,14 @@ class ZeroConfig:
     undo_bytes: int | str | None = None
     """Host memory for what `speculate` may have to undo; blocks beyond it wait for the step. None: all it takes."""
 
+    update_in_backward: bool = False
+    """With `nonfinite="propagate"` and without clipping: update each block inside backward, for good; `step()` shows it."""
+
     nonfinite: NonFinite = "skip"
     """`skip` the step and warn, `raise`, or `propagate` the value into the weights as plain torch does."""
 
     nonfinite_patience: int = 50
     """Consecutive skipped steps, without a loss scale left to lower, after which the run stops with an error."""
-
-    update_in_backward: bool = False
-    """With `nonfinite="propagate"` and without clipping: update each block inside backward, for good; `step()` shows it."""
 
     delayed_update: bool = False
     """Apply each update beside the next step's forward and backward, which see weights one update older (ZeRO-Offload)."""
@@ -215,13 +215,13 @@ class ZeroConfig:
         self._check_choices()
         self._check_numbers()
         self._check_speculation()
+        self._check_in_backward()
         self._check_combinations()
 
     def __new__(cls, *values: Any, **settings: Any) -> Self:
         """Refuse what is not a setting, naming the nearest one, before the dataclass would with less to say."""
         if values:
             raise UnknownSettingError(
-        self._check_in_backward()
                 f"ZeroConfig takes settings by name, not {values[0]!r}: for example ZeroConfig(stage=2)"
             )
         _check_names(cls, settings)
@@ -341,6 +341,7 @@ class ZeroConfig:
         for name in (
             "overlap",
             "speculate",
+            "update_in_backward",
             "delayed_update",
             "broadcast_buffers",
             "nvme_checksum",
@@ -348,7 +349,6 @@ class ZeroConfig:
             "split_master",
         ):
             if not isinstance(getattr(self, name), bool):
-            "update_in_backward",
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
 
     def _check_numbers(self) -> None:
@@ -409,13 +409,6 @@ class ZeroConfig:
                 "give a power of two such as 65536, or 'dynamic'"
             )
 
-    def _check_speculation(self) -> None:
-        if not self.speculate:
-            if self.undo_bytes is not None:
-                raise ConfigError(
-                    f"undo_bytes={self.undo_bytes!r} has no effect without speculate=True: leave it out"
-                )
-            return
     def _check_in_backward(self) -> None:
         if not self.update_in_backward:
             return
@@ -434,6 +427,13 @@ class ZeroConfig:
                     f"update_in_backward=True contradicts {name}=True: leave one of the two out"
                 )
 
+    def _check_speculation(self) -> None:
+        if not self.speculate:
+            if self.undo_bytes is not None:
+                raise ConfigError(
+                    f"undo_bytes={self.undo_bytes!r} has no effect without speculate=True: leave it out"
+                )
+            return
         if self.optimizer != "host":
             raise ConfigError(
                 f"speculate=True needs optimizer='host', not {self.optimizer!r}: only there are old states kept to be brought back"

@@ -88,7 +88,7 @@ class ZeroEngine(SavesCheckpoints, UpdatesLate):
         self._roster = Roster(model, self.optimizers)
         self._scaler = LossScaler(self.config.loss_scale)
         self._nonfinite = NonFinitePolicy(self.config, self._scaler)
-        self._clipper = Clipper(refuses=config.update_in_backward)
+        self._clipper = Clipper(refuses=self.config.update_in_backward)
         try:
             parts = assemble(
                 model, self.config, self._resources, self._roster, self._budget, self._scaler

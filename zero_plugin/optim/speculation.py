@@ -177,6 +177,9 @@ class Speculator:
             states=item,
         )
 
+    def check(self, plan: StepPlan, clip: Clip) -> None:
+        """Nothing can be wrong: what the step does not want is undone."""
+
     def take(self, plan: BlockPlan, hyper: Tensor, clip: Clip) -> Updated | None:
         """The update of a block that has begun, if it is the one that the step wants; else it is undone.
 
@@ -191,9 +194,6 @@ class Speculator:
         begun = self._begun.get(block.index)
         if begun is None:
             return None
-    def check(self, plan: StepPlan, clip: Clip) -> None:
-        """Nothing can be wrong: what the step does not want is undone."""
-
         done = begun.updated.plan
         same = (
             contributions == begun.contributions
