@@ -14,6 +14,7 @@ import transformers
 from zero_plugin.errors import ConfigError, FrameworkError
 from zero_plugin.integrations._huggingface import shards
 from zero_plugin.integrations._huggingface.accelerator import ZeroAccelerator, class_over, original
+from zero_plugin.integrations._huggingface.optimizers import choose
 from zero_plugin.integrations._lightning.common import is_built_in_shards
 from zero_plugin.integrations._lightning.precision import from_grad_scaler, to_grad_scaler
 
@@ -32,7 +33,7 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # What we override or call: method -> parameters that have to be there.
 _METHODS: dict[str, tuple[str, ...]] = {
     "create_accelerator_and_postprocess": (),
-    "create_optimizer": (),
+    "create_optimizer": ("model",),
     "evaluation_loop": (),
     "save_model": ("output_dir", "_internal_call"),
     "_save": ("output_dir", "state_dict"),
@@ -53,6 +54,14 @@ class ZeroTrainer(Base):
     accelerator: Any
     model: Any
     lr_scheduler: Any
+    optimizer: Any
+    optimizer_cls_and_kwargs: Any
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Make the optimizer that `optim=` names; names whose package keeps states of its own get ours, or are refused."""
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+            self.optimizer_cls_and_kwargs = choose(self.args)
+        return super().create_optimizer(model)
 
     # ------------------------------------------------------------------ saving
 
