@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -96,11 +97,9 @@ def refused(_rank: int, _size: int, folder: Path) -> None:
     # A new release's new names are looked at, and put into one of the lists or the table of the docs.
     left: set[str] = set()
     for item in OptimizerNames:
-        try:
+        with contextlib.suppress(errors.ConfigError):
             if choose(arguments(folder, optim=item.value)) is None:
                 left.add(str(item.value))
-        except errors.ConfigError:
-            pass
     text = (Path(__file__).parents[2] / "docs" / "accelerate.md").read_text()
     assert {name for name in left if f"`{name}`" not in text} == set()
 
