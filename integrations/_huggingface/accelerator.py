@@ -179,10 +179,11 @@ class ZeroAccelerator(Base):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's full state dict; all ranks call it.
 
-        Up to stage 2 on every rank, at stage 3 on rank 0, empty on the others.
+        Up to stage 2 on every rank; at stage 3, and with a delayed update, on rank 0, empty on the others. The weights after every
+        update, also one that is not shown yet.
         """
         engine = self._zero.engine_of_model(original(model))
-        if engine is None or not engine.config.shards_parameters:
+        if engine is None or not (engine.config.shards_parameters or engine.config.delayed_update):
             return super().get_state_dict(model, unwrap=unwrap)
         prefix = ""
         if isinstance(engine.model, Together):

@@ -168,6 +168,8 @@ class Prepared:
         """
         engines, self.engines = self.engines, []
         for engine in engines:
+            if engine.config.delayed_update:
+                engine.drain()
             kept = engine.keep_states()
             for optimizer in engine.optimizers:
                 optimizer.__dict__[_KEPT] = kept

@@ -57,6 +57,14 @@ class ZeroTrainer(Base):
     optimizer: Any
     optimizer_cls_and_kwargs: Any
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train; a delayed update is applied at the end."""
+        result = super().train(*args, **kwargs)
+        engine = self._engine
+        if engine is not None and engine.config.delayed_update:
+            engine.drain()
+        return result
+
     def create_optimizer(self, model: Any = None) -> Any:
         """Make the optimizer that `optim=` names; names whose package keeps states of its own get ours, or are refused."""
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
@@ -72,7 +80,12 @@ class ZeroTrainer(Base):
             with self._saves({}):
                 super().save_model(output_dir, _internal_call=_internal_call)
             return
-        if engine is None or not engine.config.shards_parameters:
+        config = None if engine is None else engine.config
+        if (
+            engine is None
+            or config is None
+            or not (config.shards_parameters or config.delayed_update)
+        ):
             super().save_model(output_dir, _internal_call=_internal_call)
             return
         if _reads_its_modules(self.model):
