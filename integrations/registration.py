@@ -1,15 +1,17 @@
-"""The strategy names that Lightning and Fabric know us by.
+"""The strategy names that Lightning and Fabric know us by, and the loader of `load_from_checkpoint`.
 
 Nothing here imports torch or Lightning: a name costs a dictionary entry until someone asks for it.
 """
 
 from __future__ import annotations
 
+from functools import wraps
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from types import ModuleType
 
 STRATEGIES: Mapping[str, Mapping[str, Any]] = {
@@ -58,6 +60,9 @@ _REGISTRIES: Mapping[str, tuple[str, str, str]] = {
 }
 
 
+_LOADERS = frozenset({"lightning.pytorch.core.saving", "pytorch_lightning.core.saving"})
+
+
 class StrategyFactory:
     """Stands in a registry for a class that is imported when the registry is asked for it.
 
@@ -79,13 +84,17 @@ class StrategyFactory:
 
 
 def register_strategies(module: ModuleType) -> None:
-    """Add our names to the registry in `module`, once.
+    """Add our names to the registry in `module`, once; or let its loader of checkpoint files take our folders.
 
     A name that someone else has registered is left to them, and this is said in the log.
 
     Args:
-        module: one of the four modules that hold a registry.
+        module: one of the four modules that hold a registry, or of the two that hold a loader.
     """
+    if module.__name__ in _LOADERS:
+        loaders: Any = module
+        loaders.pl_load = load_folders_too(loaders.pl_load)
+        return
     attribute, strategy_module, strategy_name = _REGISTRIES[module.__name__]
     registry = getattr(module, attribute)
     for name, fields in STRATEGIES.items():
@@ -105,3 +114,22 @@ def register_strategies(module: ModuleType) -> None:
                 registry[name]["strategy"],
                 module.__name__,
             )
+
+
+def load_folders_too(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Lightning's loader of checkpoint files, for `load_from_checkpoint`, that takes our folders too."""
+    if getattr(load, "loads_folders", False):
+        return load
+
+    @wraps(load)
+    def either(path: Any, *arguments: Any, **options: Any) -> Any:
+        if isinstance(path, (str, Path)) and (Path(path).is_dir() or Path(path).is_file()):
+            from zero_plugin.integrations._lightning.folders import read_folder
+
+            found = read_folder(path)
+            if found is not None:
+                return found
+        return load(path, *arguments, **options)
+
+    either.__dict__["loads_folders"] = True
+    return either

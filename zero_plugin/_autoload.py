@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 SWITCH = "ZERO_PLUGIN_AUTOLOAD"
 
 # Each of the first four modules holds one registry of strategy names. The two spellings of each framework are different
-# modules with different classes, and both are usually installed. The others hold the few functions of Accelerate and
+# modules with different classes, and both are usually installed. The next two hold the loader of `load_from_checkpoint`,
+# which takes our folders then. The others hold the few functions of Accelerate and
 # transformers in which a run that asks for us is noticed (docs/accelerate.md).
 TARGETS = frozenset(
     {
@@ -32,6 +33,8 @@ TARGETS = frozenset(
         "pytorch_lightning.strategies",
         "lightning.fabric.strategies",
         "lightning_fabric.strategies",
+        "lightning.pytorch.core.saving",
+        "pytorch_lightning.core.saving",
         "accelerate.accelerator",
         "accelerate.commands.config.config_args",
         "accelerate.commands.config.config",

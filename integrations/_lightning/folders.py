@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import wraps
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -12,6 +11,7 @@ from zero_plugin.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
 
     from zero_plugin.config import ZeroConfig
     from zero_plugin.engine import ZeroEngine
@@ -70,6 +70,46 @@ class Folders:
         engine.save_checkpoint(path, extra=extra, weights_only=_OPTIMIZERS not in checkpoint)
 
     @staticmethod
+    def save_ended(
+        checkpoint: Mapping[str, Any],
+        path: str | Path,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        """Save what Lightning gathered after a fit, when there is no engine any more; rank 0 calls it.
+
+        Args:
+            checkpoint: with full weights and states.
+            path: the folder.
+            module: whose names the weights have.
+            optimizers: whose states are there.
+
+        Raises:
+            CheckpointError: there are several optimizers.
+        """
+        from zero_plugin.checkpoint.foreign import Found, write_found
+        from zero_plugin.checkpoint.imports import take_optimizer
+
+        found = Found(weights=dict(checkpoint[_WEIGHTS]))
+        states = checkpoint.get(_OPTIMIZERS, ())
+        if len(states) > 1:
+            raise CheckpointError(
+                f"{path}: a folder saved after the fit holds one optimizer, here are {len(states)}: save during the fit "
+                "(ModelCheckpoint, or trainer.save_checkpoint in on_train_end), or give the strategy checkpoint='file'"
+            )
+        for optimizer, state in zip(optimizers, states, strict=True):
+            names = {id(parameter): name for name, parameter in module.named_parameters()}
+            groups = [
+                {**saved, "param_names": [names[id(p)] for p in group["params"]]}
+                for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True)
+            ]
+            take_optimizer(found, {**state, "param_groups": groups}, Path(path))
+            found.optimizer = type(optimizer).__name__
+        found.buffers = {name for name, _ in module.named_buffers() if name in found.weights}
+        found.extra = {key: value for key, value in checkpoint.items() if key not in ENGINE_KEYS}
+        write_found(found, Path(path))
+
+    @staticmethod
     def note_delay(engine: ZeroEngine, checkpoint: dict[str, Any]) -> None:
         """Complete what goes into a file while an update may be pending; all ranks call it."""
         if _OPTIMIZERS in checkpoint:
@@ -120,18 +160,10 @@ class Folders:
             self._done = True
 
 
-def load_folders_too(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Lightning's loader of checkpoint files, for `load_from_checkpoint`, that takes our folders too."""
-    if getattr(load, "loads_folders", False):
-        return load
-
-    @wraps(load)
-    def either(path: Any, *arguments: Any, **options: Any) -> Any:
-        folder = folder_of(path) if isinstance(path, (str, Path)) else None
-        if folder is None:
-            return load(path, *arguments, **options)
-        extra = read_extra(folder)
-        return {**(extra if isinstance(extra, dict) else {}), _WEIGHTS: read_state_dict(folder)}
-
-    either.__dict__["loads_folders"] = True
-    return either
+def read_folder(path: str | Path) -> dict[str, Any] | None:
+    """What a file of Lightning's would hold, without optimizer states, from one of our folders; None if it is none."""
+    folder = folder_of(path)
+    if folder is None:
+        return None
+    extra = read_extra(folder)
+    return {**(extra if isinstance(extra, dict) else {}), _WEIGHTS: read_state_dict(folder)}

@@ -91,6 +91,7 @@ class TrainerStrategy(Base):
         self._slots = EngineSlots()
         # The optimizer states of a fit that has ended, for a `trainer.save_checkpoint` after `trainer.fit`.
         self._kept: KeptStates | None = None
+        self._ended_in_folders = False
         self._accumulates = False
         self._buffers_are_due = True
         self._all_failed = False
@@ -293,6 +294,12 @@ class TrainerStrategy(Base):
     ) -> None:
         """Write a file, or the folder that every rank writes its part of; all ranks call it."""
         engine = self._slots.only
+        if engine is None and self._ended_in_folders and storage_options is None:
+            if self.is_global_zero:
+                module = self._require(self.lightning_module)
+                optimizers = list(map(_unwrap, self.optimizers))
+                self._folders.save_ended(checkpoint, filepath, module, optimizers)
+            return
         if engine is None or not self._folders.wants(engine):
             if engine is not None and engine.config.delayed_update:
                 self._folders.note_delay(engine, checkpoint)
@@ -424,6 +431,7 @@ class TrainerStrategy(Base):
             self._close_engine(gather=gather)
             kept.move_to_cpu()
             self._kept = kept
+            self._ended_in_folders = self._folders.wants(engine)
         with self._without_module() if gone else nullcontext():
             super().teardown()
 

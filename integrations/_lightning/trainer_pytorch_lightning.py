@@ -15,9 +15,9 @@ from pytorch_lightning.plugins.precision import HalfPrecision, MixedPrecision, P
 from pytorch_lightning.strategies import DDPStrategy
 
 from zero_plugin.integrations._lightning.common import PrecisionPlugins
-from zero_plugin.integrations._lightning.folders import load_folders_too
 from zero_plugin.integrations._lightning.precision import TrainerPrecision
 from zero_plugin.integrations._lightning.trainer import Spelling, TrainerStrategy
+from zero_plugin.integrations.registration import load_folders_too
 
 # For `load_from_checkpoint`, which asks no strategy.
 saving.pl_load = load_folders_too(saving.pl_load)

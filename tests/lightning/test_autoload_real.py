@@ -41,6 +41,7 @@ print(json.dumps({
     "trainer": registry(sys.argv[2] + ".strategies", "StrategyRegistry"),
     "fabric": registry(sys.argv[3] + ".strategies", "STRATEGY_REGISTRY"),
     "loader": type(sys.modules[sys.argv[2] + ".strategies"].__spec__.loader).__name__,
+    "loads folders": getattr(importlib.import_module(sys.argv[2] + ".core.saving").pl_load, "loads_folders", False),
     "module class": type(sys.modules[sys.argv[2] + ".strategies"]).__name__,
     "unknown in Trainer": error_of(lambda: trainer.Trainer(strategy="zero_ofload", accelerator="cpu")),
     "unknown in Fabric": error_of(lambda: fabric.Fabric(strategy="zero_ofload", accelerator="cpu")),
@@ -117,6 +118,15 @@ def test_a_run_that_does_not_ask_for_us_behaves_the_same(
     for key in ("loader", "module class", "unknown in Trainer", "unknown in Fabric", "default"):
         assert reports[on][key] == reports[off][key]
     assert "invalid strategy name" in reports[on]["unknown in Trainer"]
+
+
+@pytest.mark.parametrize(("on", "off"), PAIRS)
+def test_load_from_checkpoint_takes_folders(
+    on: str, off: str, reports: dict[str, dict[str, Any]]
+) -> None:
+    """Nothing of ours imported; test_folders.py loads one through the same function."""
+    assert reports[on]["loads folders"]
+    assert not reports[off]["loads folders"]
 
 
 def test_names_stand_for_exact_configs() -> None:

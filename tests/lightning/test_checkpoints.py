@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.lightning_runs import (
     REPLICATED,
+    adamw,
     assert_same,
     data,
     fit,
@@ -21,22 +22,11 @@ from support.lightning_runs import (
     module_class,
     no_group_left,
     ranks,
+    saver,
     spelling,
 )
 
 SIZES = [pytest.param(1, id="1 rank"), pytest.param(2, id="2 ranks", marks=pytest.mark.dist)]
-
-
-def adamw(pl: Any) -> Any:
-    return module_class(pl)(optimizer="AdamW", schedule=True)
-
-
-def saver(folder: Path, **options: Any) -> Any:
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    return ModelCheckpoint(
-        folder, filename="{epoch}", **{"save_top_k": -1, "every_n_epochs": 1, **options}
-    )
 
 
 # ------------------------------------------------------------------ resume

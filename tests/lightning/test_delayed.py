@@ -7,26 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.lightning_runs import assert_same, fit, module_class, ranks
+from support.lightning_runs import adamw, assert_same, fit, ranks, saver
 
 from zero_plugin.integrations.lightning import ZeroOffloadStrategy
 
 WARMUP = 3
 
 
-def adamw(pl: Any) -> Any:
-    return module_class(pl)(optimizer="AdamW", schedule=True)
-
-
 def strategy(**settings: Any) -> ZeroOffloadStrategy:
     chosen = {"delayed_update": True, "delayed_update_warmup": WARMUP, **settings}
     return ZeroOffloadStrategy(process_group_backend="gloo", **chosen)
-
-
-def saver(folder: Path, **options: Any) -> Any:
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    return ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, every_n_epochs=1, **options)
 
 
 def go_on(rank: int, size: int, folder: Path, settings: dict[str, Any]) -> None:

@@ -8,30 +8,22 @@ from typing import Any
 import pytest
 import torch
 from support.lightning_runs import (
+    adamw,
+    assert_same,
     fit,
     held_out,
     make_trainer,
     module_class,
     no_group_left,
     ranks,
+    saver,
     spelling,
 )
 
 from zero_plugin.errors import CheckpointError
+from zero_plugin.integrations._lightning.folders import Folders
 
 SIZES = [pytest.param(1, id="1 rank"), pytest.param(2, id="2 ranks", marks=pytest.mark.dist)]
-
-
-def adamw(pl: Any) -> Any:
-    return module_class(pl)(optimizer="AdamW", schedule=True)
-
-
-def saver(folder: Path, **options: Any) -> Any:
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    return ModelCheckpoint(
-        folder, filename="{epoch}", **{"save_top_k": -1, "every_n_epochs": 1, **options}
-    )
 
 
 def strategy(**settings: Any) -> Any:
@@ -75,7 +67,7 @@ def test_a_folder_is_saved_resumed_tested_and_loaded(size: int, tmp_path: Path) 
 
 
 def save_here(rank: int, size: int, folder: Path) -> Any:
-    fit(
+    run = fit(
         "zero_3",
         size,
         module=adamw,
@@ -83,17 +75,23 @@ def save_here(rank: int, size: int, folder: Path) -> Any:
         enable_checkpointing=True,
         callbacks=[saver(folder, save_weights_only=False)],
     )
+    run.trainer.save_checkpoint(folder / "after.ckpt")  # The engine has gone.
 
 
 def resume_there(rank: int, size: int, folder: Path) -> None:
-    run = fit("zero_3_offload", size, module=adamw, max_epochs=3, ckpt_path=folder / "epoch=1.ckpt")
-    assert run.trainer.current_epoch == 3
+    during, after = (
+        fit("zero_3_offload", size, module=adamw, max_epochs=3, ckpt_path=folder / name)
+        for name in ("epoch=1.ckpt", "after.ckpt")
+    )
+    assert during.trainer.current_epoch == 3
+    assert_same(after, during)
 
 
 @pytest.mark.dist
 def test_stage_3_saves_folders_that_another_number_of_processes_resumes(tmp_path: Path) -> None:
     ranks(2, save_here, tmp_path)
     assert (tmp_path / "epoch=1.ckpt" / "rank-00001-of-00002.safetensors").exists()
+    assert (tmp_path / "after.ckpt" / "index.json").exists()
     ranks(1, resume_there, tmp_path)
 
 
@@ -245,3 +243,11 @@ def fabric_folder(rank: int, size: int, folder: Path) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_fabric_saves_and_loads_folders(size: int, tmp_path: Path) -> None:
     ranks(size, fabric_folder, tmp_path)
+
+
+def test_a_folder_after_the_fit_is_for_one_optimizer(tmp_path: Path) -> None:
+    net = torch.nn.Linear(2, 2)
+    checkpoint = {"state_dict": net.state_dict(), "optimizer_states": [{}, {}]}
+    with pytest.raises(CheckpointError, match="holds one optimizer, here are 2: save during the"):
+        Folders.save_ended(checkpoint, tmp_path / "ck", net, [])
+    assert list(tmp_path.iterdir()) == []

@@ -12,6 +12,7 @@ import logging
 import tempfile
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -133,6 +134,20 @@ class Run:
     losses: list[Tensor] = field(default_factory=list)
     lrs: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def adamw(pl: Any) -> Any:
+    """A module with AdamW and a schedule of its learning rate."""
+    return module_class(pl)(optimizer="AdamW", schedule=True)
+
+
+def saver(folder: Path, **options: Any) -> Any:
+    """A callback that saves after every epoch, unless told otherwise."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    return ModelCheckpoint(
+        folder, filename="{epoch}", **{"save_top_k": -1, "every_n_epochs": 1, **options}
+    )
 
 
 def spelling(root: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zero_plugin.checkpoint import tree
 from zero_plugin.checkpoint.folder import PartialFolder
 from zero_plugin.checkpoint.format import (
     BUFFER,
@@ -17,6 +18,7 @@ from zero_plugin.checkpoint.format import (
     INDEX,
     MASTER,
     STATE,
+    VALUE,
     WEIGHT,
     file_name,
     seal_index,
@@ -39,7 +41,7 @@ class Found:
         groups: param groups: names of the parameters, and options.
         optimizer: name of the optimizer's class.
         buffers: names in `weights` that are buffers.
-        extra: what else there is, plain values.
+        extra: what else there is; a nest as `ZeroEngine.save_checkpoint` takes it.
     """
 
     weights: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -69,6 +71,12 @@ def write_found(found: Found, target: Path) -> Path:
             "trainable": name in found.states,
         }
         parts += _tensor_parts(found, name, weight, parameters[name])
+    tensors: dict[str, Tensor] = {}
+    extra = tree.encode(found.extra, tensors, "extra")
+    parts += [
+        whole(slice_name(f"{VALUE}/{name}", 0, item.numel()), item)
+        for name, item in tensors.items()
+    ]
     content = {
         **stamp(),
         "world_size": 1,
@@ -88,7 +96,7 @@ def write_found(found: Found, target: Path) -> Path:
         "optimizers": _optimizers(found),
         "pending": [],
         "counters": {},
-        "extra": found.extra,
+        "extra": extra,
     }
     partial = PartialFolder(target.absolute())
     try:

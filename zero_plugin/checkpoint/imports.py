@@ -96,7 +96,7 @@ def _read_torch(place: Path) -> Found:
     if "optimizer_states" in content and len(content["optimizer_states"]) == 1:
         optimizer = content["optimizer_states"][0]
     if optimizer:
-        _take_optimizer(found, optimizer, place)
+        take_optimizer(found, optimizer, place)
     kept = (
         "epoch",
         "global_step",
@@ -109,8 +109,8 @@ def _read_torch(place: Path) -> Found:
     return found
 
 
-def _take_optimizer(found: Found, state: Mapping[str, Any], place: Path) -> None:
-    """A torch optimizer's state. Its parameters are numbers in the order of `model.parameters()`, unless it has names."""
+def take_optimizer(found: Found, state: Mapping[str, Any], place: Path) -> None:
+    """Put into `found` a torch optimizer's state. Its parameters are numbers in the order of `model.parameters()`, unless it has names."""
     aliases = find_aliases(found.weights)
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     named = all("param_names" in group for group in state["param_groups"])
