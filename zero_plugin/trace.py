@@ -26,6 +26,27 @@ LEDGER_KEYS = (
 )
 
 
+_CAUSES = {
+    "gather": ("fetch weights", "gather weights", "unpack weights"),
+    "gradients": ("offload", "fetch", "collectives", "gradients"),
+    "update": ("update", "upload", "publish", "fetch weights for the update"),
+    "files": (
+        "read states",
+        "write states",
+        "read weights",
+        "write weights",
+        "read gradients",
+        "write gradients",
+    ),
+    "activations": ("activations nvme", "activations out", "activations in"),
+    "ranks": ("control",),
+}
+"""What a program waits for, and the lanes that bring it."""
+
+STALL_CAUSES = (*_CAUSES, "other")
+_CAUSE_OF = {lane: cause for cause, lanes in _CAUSES.items() for lane in lanes}
+
+
 class Ledger:
     """Counters of the bytes this rank moved since the start, one for each direction or collective.
 
@@ -61,6 +82,46 @@ class Ledger:
         """The counters as they are now, as a new dictionary."""
         with self._lock:
             return dict(self._counts)
+
+
+class Meter:
+    """Seconds that the program waited for lanes, and what updates on the host took; from any thread, always on.
+
+    A clock is read only where a wait really blocks, and once for each updated block or tile.
+    """
+
+    __slots__ = ("_elements", "_lock", "_seconds", "_waited")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waited: dict[str, float] = {}
+        self._elements = 0
+        self._seconds = 0.0
+
+    def waited(self, lane: str, seconds: float) -> None:
+        """The program was blocked by an operation of `lane`."""
+        with self._lock:
+            self._waited[lane] = self._waited.get(lane, 0.0) + seconds
+
+    def updated(self, elements: int, seconds: float) -> None:
+        """An update on the host of so many parameters ran for `seconds`."""
+        with self._lock:
+            self._elements += elements
+            self._seconds += seconds
+
+    def stalls(self) -> dict[str, float]:
+        """Seconds by cause (`STALL_CAUSES`), causes that never were left out, as a new dictionary."""
+        found: dict[str, float] = {}
+        with self._lock:
+            for lane, seconds in self._waited.items():
+                cause = _CAUSE_OF.get(lane, "other")
+                found[cause] = found.get(cause, 0.0) + seconds
+        return found
+
+    def updates(self) -> tuple[int, float]:
+        """Parameters updated on the host, and the seconds it took."""
+        with self._lock:
+            return self._elements, self._seconds
 
 
 class Event(NamedTuple):

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zero_plugin.sharding.hooks import untraced
 from zero_plugin.stepper import Stepper
 
+if TYPE_CHECKING:
+    from zero_plugin.resources import Resources
+    from zero_plugin.sharding.sharded import ShardedModel
+
 
 class UpdatesLate:
     """Base of the engine."""
 
     _stepper: Stepper
+    _resources: Resources
+    _sharded: ShardedModel | None
 
     def _check_open(self, action: str) -> None:
         raise NotImplementedError(action)
@@ -23,6 +29,25 @@ class UpdatesLate:
     def speculation(self) -> dict[str, int]:
         """Blocks whose update began inside backward: how many a step took, and how many were undone."""
         return self._stepper.speculation
+
+    def figures(self) -> dict[str, Any]:
+        """What this rank did since the start; unlike `ledger()`, waits for nothing.
+
+        Returns:
+            "stall_seconds": how long the program was blocked, by cause (gather, gradients, update, files, activations, ranks,
+            other; on CUDA only what blocks the host, since there a stream waits for a stream); "prefetch_misses": gathers of
+            sharded weights that were not foreseen; "updated_parameters" and "update_seconds": of updates on the host; "moved":
+            bytes so far, by direction and collective.
+        """
+        meter = self._resources.backend.meter
+        elements, seconds = meter.updates()
+        return {
+            "stall_seconds": meter.stalls(),
+            "prefetch_misses": 0 if self._sharded is None else self._sharded.gatherer.missed,
+            "updated_parameters": elements,
+            "update_seconds": seconds,
+            "moved": self._resources.ledger.snapshot(),
+        }
 
     def wait_for_update(self) -> None:
         """Wait until the weights of the last step are written; nothing else changes.

@@ -13,6 +13,8 @@ from support.training import engine_for
 
 from zero_plugin import cli
 from zero_plugin.machine.figures import StepFigures, read_steps
+from zero_plugin.runtime.threads import Latency
+from zero_plugin.trace import STALL_CAUSES
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +37,52 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         elements = sum(p.numel() for p in model.parameters())
         # What a step moves: a bf16 gradient down for each parameter, padding aside.
         assert 2 * elements <= last["zero/device_to_host"] <= 2.5 * elements
+        assert last["zero/updated_parameters_per_second"] > 0
+        # `drain` blocked on the update, once a step.
+        assert last["zero/stall_seconds"] >= last["zero/stall_update_seconds"] > 0
         assert figures.summary().startswith("3 steps of ")
+        assert "of the time waiting" in figures.summary()
+        assert "million parameters/s" in figures.summary()
     return folder
+
+
+def test_stalls_are_told_apart_and_misses_counted() -> None:
+    slow = {"fetch weights": Latency(seconds=0.003), "update": Latency(seconds=0.02)}
+    model = make_gpt(width=16)
+    with engine_for(model, stage=3, params="host") as (engine, optimizer):
+        backend: Any = engine._resources.backend
+        backend._latency = slow  # Of lanes that are made later.
+        for worker in backend._workers:
+            worker._latency = slow.get(worker._thread.name.removeprefix("zero-lane-"))
+        before = engine.figures()
+        engine.backward(model(gpt_batch(0)))
+        optimizer.step()
+        first = engine.figures()
+        engine.drain()
+        after = engine.figures()
+    gathers = first["prefetch_misses"] - before["prefetch_misses"]
+    assert gathers >= 3
+    assert first["stall_seconds"]["gather"] >= 0.003 * gathers
+    assert after["stall_seconds"]["update"] >= 0.015
+    assert after["stall_seconds"].keys() <= set(STALL_CAUSES)
+    assert after["updated_parameters"] >= sum(p.numel() for p in model.parameters())
+
+
+def test_torchs_profiler_shows_the_lanes_by_name() -> None:
+    model = make_gpt(width=16)
+    everyone: Any = {
+        "experimental_config": torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    }
+    with engine_for(model) as (engine, optimizer):
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], **everyone
+        ) as profile:
+            engine.backward(model(gpt_batch(0)))
+            optimizer.step()
+            engine.drain()
+        shown = {row.key.partition(":")[0] for row in profile.key_averages()}
+        assert {"offload", "update", "upload"} <= shown
+        assert any(row.key.startswith("update: update block 0") for row in profile.key_averages())
 
 
 def test_a_line_for_each_step(run: Path) -> None:

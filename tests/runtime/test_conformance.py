@@ -607,12 +607,12 @@ def test_trace_shows_issue_begin_and_end(
 @pytest.mark.filterwarnings(
     "ignore:.*Profiler clears events"
 )  # torch 2.11 warns of its own default
-def test_profiler_sees_the_lane_while_tracing(make_backend: Callable[..., Backend]) -> None:
-    for trace, expected in ((Trace(), True), (None, False)):
+def test_profiler_sees_the_lane(make_backend: Callable[..., Backend]) -> None:
+    for trace in (Trace(), None):
         lane = make_backend("inline", trace=trace).lane("lane", "host")
         with torch.profiler.profile() as profile:
             lane.submit(Note([], "copy down")).wait()
-        assert ("lane: copy down" in {row.key for row in profile.key_averages()}) is expected
+        assert "lane: copy down" in {row.key for row in profile.key_averages()}
 
 
 # ------------------------------------------------------------------ tickets

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from zero_plugin.runtime.buffers import Lease
     from zero_plugin.runtime.operations import KernelSet, Operation
+    from zero_plugin.trace import Meter
 
 __all__ = [
     "Backend",
@@ -211,6 +212,7 @@ class Backend(ABC):
         self.compute = compute
         self._order = order
         self._services = services
+        order.meter = services.meter
         self._lanes: dict[str, Lane] = {}
 
     @property
@@ -222,6 +224,11 @@ class Backend(ABC):
     def kernels(self) -> KernelSet:
         """The compiled kernels."""
         return self._services.kernels
+
+    @property
+    def meter(self) -> Meter:
+        """What the program waited for, and what updates took."""
+        return self._services.meter
 
     @property
     def closed(self) -> bool:

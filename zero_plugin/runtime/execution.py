@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.autograd import profiler
 
+from zero_plugin.runtime.operations import Update
 from zero_plugin.runtime.ticket import Failure, Ticket
+from zero_plugin.trace import Meter
 
 if TYPE_CHECKING:
     from zero_plugin.runtime.operations import KernelSet, Operation
+    from zero_plugin.runtime.topology import HostPlace
     from zero_plugin.trace import Ledger, Trace
 
 T = TypeVar("T")
@@ -27,11 +31,25 @@ class Services:
         kernels: The compiled kernels.
         ledger: Counters of moved bytes, always on.
         trace: The event log, or None for none.
+        place: Which processors and memory of the host to use, or None for any.
+        meter: Seconds that were waited, and of updates.
     """
 
     kernels: KernelSet
     ledger: Ledger
     trace: Trace | None
+    place: HostPlace | None = None
+    meter: Meter = field(default_factory=Meter)
+
+    @property
+    def cpus(self) -> tuple[int, ...]:
+        """Processors that workers are bound to; empty for any."""
+        return () if self.place is None else self.place.cpus
+
+    @property
+    def node(self) -> int | None:
+        """Memory node of host memory; None for any."""
+        return None if self.place is None else self.place.node
 
 
 @dataclass(kw_only=True, slots=True)
@@ -97,7 +115,10 @@ def run_operation(
     """
     trace = services.trace
     if trace is None:
-        return _run_untraced(operation, services, pace)
+        if not _is_profiled():
+            return _run_untraced(operation, services, pace)
+        with profiler_range(services, ticket):
+            return _run_untraced(operation, services, pace)
     nbytes, sequence = operation.nbytes, ticket.sequence
     trace.record(ticket.lane, ticket.label, "begin", nbytes=nbytes, sequence=sequence)
     try:
@@ -111,7 +132,14 @@ def _run_untraced(
     operation: Operation[T], services: Services, pace: Callable[[Operation[Any]], None] | None
 ) -> tuple[T | None, BaseException | None]:
     try:
-        value = operation.run(services.kernels)
+        if isinstance(operation, Update):
+            begun = perf_counter()
+            value = operation.run(services.kernels)
+            gradient = next(iter(operation.reads), None)
+            if gradient is not None and gradient.is_cpu:
+                services.meter.updated(gradient.numel(), perf_counter() - begun)
+        else:
+            value = operation.run(services.kernels)
         traffic = operation.traffic
         if traffic is not None:
             services.ledger.add(*traffic)
@@ -123,9 +151,13 @@ def _run_untraced(
 
 
 def profiler_range(services: Services, ticket: Ticket[Any]) -> AbstractContextManager[Any]:
-    """Names the operation for torch's profiler, if that runs and there is a trace."""
+    """Names the operation for torch's profiler, if that runs."""
+    del services
     # Entering a range costs more than a small operation even where nothing records it.
-    running = getattr(profiler, "_is_profiler_enabled", True)
-    if services.trace is None or not running:
+    if not _is_profiled():
         return nullcontext()
     return profiler.record_function(f"{ticket.lane}: {ticket.label}")
+
+
+def _is_profiled() -> bool:
+    return getattr(profiler, "_is_profiler_enabled", True)

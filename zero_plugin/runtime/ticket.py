@@ -6,10 +6,12 @@ import os
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
+from time import perf_counter
 from traceback import clear_frames
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from zero_plugin.errors import LaneError
+from zero_plugin.trace import Meter
 
 T = TypeVar("T")
 
@@ -96,10 +98,20 @@ class ProgramOrder:
     orders agree whatever thread submits.
     """
 
-    __slots__ = ("_blocked", "_next", "_submitters", "backend", "closed", "lock", "process")
+    __slots__ = (
+        "_blocked",
+        "_next",
+        "_submitters",
+        "backend",
+        "closed",
+        "lock",
+        "meter",
+        "process",
+    )
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
+        self.meter: Meter | None = None
         self.lock = threading.Lock()
         self.closed = False
         self.process = os.getpid()
@@ -156,10 +168,13 @@ class ProgramOrder:
         self.demand(ticket.sequence)
         thread = threading.get_ident()
         self._blocked[thread] = ticket
+        begun = perf_counter()
         try:
             ticket.block()
         finally:
             del self._blocked[thread]
+            if self.meter is not None:
+                self.meter.waited(ticket.lane, perf_counter() - begun)
 
     def hosts_at_rest(self, elsewhere: Collection[int]) -> tuple[int, ...] | None:
         """Numbers of the tickets that the submitting threads are blocked on; None while one of them runs.
