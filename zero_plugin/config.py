@@ -202,7 +202,10 @@ class ZeroConfig:
     """Seed of the `chaos` backend's delays."""
 
     threads: int | None = None
-    """Threads of the compiled optimizer. None: the cores this process may use, shared among local ranks."""
+    """Threads of the compiled optimizer. None: the physical cores this process may use, shared among local ranks."""
+
+    bind_threads: bool = True
+    """Where there are several memory nodes or threads a core: bind the update to physical cores and slabs to one node."""
 
     instruction_set: str = "auto"
     """Instruction set of the compiled kernels, for tests; every one gives the same bits."""
@@ -342,6 +345,7 @@ class ZeroConfig:
             "overlap",
             "speculate",
             "update_in_backward",
+            "bind_threads",
             "delayed_update",
             "broadcast_buffers",
             "nvme_checksum",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import zlib
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +16,15 @@ from zero_plugin.errors import ConfigError
 from zero_plugin.kernels import Kernels
 from zero_plugin.runtime.backend import Backend
 from zero_plugin.runtime.select import create_backend
+from zero_plugin.runtime.topology import (
+    HostPlace,
+    Neighbour,
+    allowed_cpus,
+    bound,
+    choose_place,
+    read_cores,
+    read_nodes,
+)
 from zero_plugin.sharding.control import Control
 from zero_plugin.sharding.group import ProcessGroup
 from zero_plugin.store.store import NvmeStore
@@ -74,7 +82,9 @@ class Resources:
             store = _open_store(config, group, ledger)
             if store is not None:
                 stack.callback(store.close)
-            kernels = _make_kernels(config, group)
+            place = _find_place(config, group, device)
+            with bound(place.cpus):
+                kernels = _make_kernels(config, place)
             for each in (group, weight_group):
                 if each is not None:
                     each.use_kernels(kernels)
@@ -86,6 +96,7 @@ class Resources:
                 trace=trace,
                 ledger=ledger,
                 seed=config.backend_seed,
+                place=place,
             )
             group.watch(backend.at_rest)
             stack.pop_all()
@@ -133,10 +144,9 @@ def _join(
     return group
 
 
-def _make_kernels(config: ZeroConfig, group: ProcessGroup) -> Kernels:
-    threads = config.threads or _threads_of_a_rank(group)
+def _make_kernels(config: ZeroConfig, place: HostPlace) -> Kernels:
     try:
-        return Kernels(threads=threads, isa=config.instruction_set)
+        return Kernels(threads=place.threads, isa=config.instruction_set)
     except ValueError as error:
         raise ConfigError(f"instruction_set={config.instruction_set!r}: {error}") from error
 
@@ -172,17 +182,35 @@ def _open_store(config: ZeroConfig, group: ProcessGroup, ledger: Ledger) -> Nvme
     return store
 
 
-def _threads_of_a_rank(group: ProcessGroup) -> int:
-    """The cores this process may use, divided among the ranks of the same host."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    here = zlib.crc32(socket.gethostname().encode())
-    hosts = group.exchange(
-        torch.tensor([here], dtype=torch.int64, device="cpu"), label="host names"
+def _find_place(config: ZeroConfig, group: ProcessGroup, device: torch.device) -> HostPlace:
+    """This rank's share of its host's cores, and its memory node; all ranks call it."""
+    allowed = allowed_cpus()
+    own = [
+        zlib.crc32(socket.gethostname().encode()),
+        zlib.crc32(repr(sorted(allowed)).encode()),
+        _node_of(device),
+    ]
+    rows = group.exchange(
+        torch.tensor(own, dtype=torch.int64, device="cpu"), label="hosts and processors"
     )
-    return max(1, cores // sum(int(row[0]) == here for row in hosts))
+    ranks = [Neighbour(host=int(a), allowed=int(b), node=int(c)) for a, b, c in rows]
+    place = choose_place(group.rank, ranks, read_cores(allowed), read_nodes(allowed), allowed)
+    if not config.bind_threads:
+        place = HostPlace(threads=place.threads)
+    if config.threads is None:
+        return place
+    # More threads than there are cores to bind them to were asked for: then anywhere on the node.
+    fits = config.threads <= max(1, len(place.cpus))
+    return replace(place, threads=config.threads, cpus=place.cpus if fits else ())
+
+
+def _node_of(device: torch.device) -> int:
+    """Memory node that an accelerator is attached to, or -1."""
+    if device.type != "cuda":
+        return -1
+    from zero_plugin.runtime.cuda import memory_node
+
+    return memory_node(device)
 
 
 def _trace_path(config: ZeroConfig, group: ProcessGroup) -> Path | None:

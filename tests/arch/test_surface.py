@@ -32,7 +32,7 @@ CONFIG_FIELDS = [
     *("reduce_dtype", "gradient_dtype", "bucket_bytes"),
     *("persist_below", "prefetch_units", "prefetch_bytes", "max_unit_bytes", "debug_poison"),
     *("loss_scale", "broadcast_buffers"),
-    *("backend", "backend_seed", "threads", "instruction_set", "timeout_seconds"),
+    *("backend", "backend_seed", "threads", "bind_threads", "instruction_set", "timeout_seconds"),
 ]
 
 ENGINE_METHODS = {

@@ -25,6 +25,7 @@ import weakref
 from collections import deque
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -499,7 +500,7 @@ class CudaBackend(Backend):
             return self._driver.allocate(nbytes, self._device)
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        pages = map_pages(nbytes)
+        pages = map_pages(nbytes, self._services.node)
         address = ctypes.addressof(pages)
         refusal = self._driver.pin(address, nbytes)
         if refusal is None:
@@ -564,6 +565,18 @@ def _enqueued(ticket: Ticket[Any]) -> bool:
 def _stop(threads: list[Worker | DeviceLane]) -> None:
     for thread in threads:
         thread.stop()
+
+
+def memory_node(device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> int:
+    """Memory node of the host that a device is attached to; -1 where the system does not say."""
+    found = torch.cuda.get_device_properties(device)
+    parts = (getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+    try:
+        domain, bus, slot = (int(part) for part in parts if part is not None)
+        name = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+        return int((devices / name / "numa_node").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return -1
 
 
 def _locked_memory_limit() -> str:

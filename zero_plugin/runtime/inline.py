@@ -84,7 +84,7 @@ class InlineBackend(Backend):
     def allocate(self, nbytes: int, memory: Memory) -> Tensor:
         """Pageable host memory for either kind."""
         del memory
-        return allocate_host(nbytes)
+        return allocate_host(nbytes, self._services.node)
 
     def at_rest(self, elsewhere: Collection[int]) -> tuple[int, ...] | None:
         """Lanes run on the threads that submit."""

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import platform
 import sys
 import tempfile
 from pathlib import Path
@@ -23,23 +24,33 @@ PAGE = mmap.PAGESIZE
 # Below this size a mapping of its own wastes more than it gives.
 _MAP_FROM_BYTES = 8 * PAGE
 
+_MBIND = {"x86_64": 237, "aarch64": 235}
+"""Number of the system call, by processor."""
+
+_PREFERRED = 1
+"""MPOL_PREFERRED: another node serves where this one is full."""
+
 _DONT_NEED = 4
 """MADV_DONTNEED of Linux; on a shared mapping of a file nothing is lost."""
 
 
-def allocate_host(nbytes: int) -> Tensor:
+def allocate_host(nbytes: int, node: int | None = None) -> Tensor:
     """Zeroed host memory of exactly `nbytes` bytes, at least 64-byte aligned.
 
     From eight pages on it is a private mapping of its own: page-aligned, rounded up to whole pages
     and no further, huge pages asked for, and every page touched, so that no page fault is left for
     the first step.
 
+    Args:
+        nbytes: its size.
+        node: memory node that its pages should lie in, or None for any.
+
     Returns:
         A one-dimensional uint8 CPU tensor that owns the memory.
     """
     if nbytes < _MAP_FROM_BYTES or sys.platform != "linux":
         return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-    pages = map_pages(nbytes)
+    pages = map_pages(nbytes, node)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
@@ -68,7 +79,7 @@ def forget_pages(buffer: Tensor) -> None:
         advise(ctypes.c_void_p(buffer.data_ptr()), ctypes.c_size_t(buffer.nbytes), _DONT_NEED)
 
 
-def map_pages(nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
+def map_pages(nbytes: int, node: int | None = None) -> ctypes.Array[ctypes.c_uint8]:
     """A touched private mapping as a ctypes array, which keeps it alive.
 
     The array, and not the mapping, is what tensors refer to: its finalizers run before the
@@ -85,8 +96,41 @@ def map_pages(nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     pages = (ctypes.c_uint8 * nbytes).from_buffer(mapping)
+    if node is not None:
+        prefer_node(ctypes.addressof(pages), nbytes, node)
     ctypes.memset(ctypes.addressof(pages), 0, nbytes)
     return pages
+
+
+def prefer_node(address: int, nbytes: int, node: int) -> bool:
+    """Ask for the pages of a fresh mapping to come from a memory node, while it has some; mbind(2).
+
+    Args:
+        address: start of the mapping, before any of it was touched.
+        nbytes: its size.
+        node: the node's number.
+
+    Returns:
+        Whether the system took it. Where it did not (no such call, not allowed) pages lie where they are touched first.
+    """
+    number = _MBIND.get(platform.machine())
+    call = getattr(ctypes.CDLL(None, use_errno=True), "syscall", None)
+    if number is None or call is None or sys.platform != "linux":
+        return False
+    bits = ctypes.sizeof(ctypes.c_ulong) * 8
+    mask = (ctypes.c_ulong * (node // bits + 1))()
+    mask[node // bits] = 1 << node % bits
+    taken = call(
+        ctypes.c_long(number),
+        ctypes.c_void_p(address),
+        ctypes.c_ulong(nbytes),
+        ctypes.c_int(_PREFERRED),
+        mask,
+        # The kernel looks at one bit less than it is told of.
+        ctypes.c_ulong(len(mask) * bits + 1),
+        ctypes.c_uint(0),
+    )
+    return taken == 0
 
 
 def available_host_bytes() -> int | None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from zero_plugin.runtime.backend import Backend
     from zero_plugin.runtime.operations import KernelSet
     from zero_plugin.runtime.threads import LatencyModel
+    from zero_plugin.runtime.topology import HostPlace
     from zero_plugin.trace import Ledger, Trace
 
 BackendName = Literal["auto", "inline", "threads", "chaos", "cuda"]
@@ -29,6 +30,7 @@ def create_backend(  # noqa: PLR0913 - one call names all of it, by keyword
     ledger: Ledger,
     seed: int = 0,
     latency: LatencyModel = None,
+    place: HostPlace | None = None,
 ) -> Backend:
     """Makes the backend called `name`.
 
@@ -39,12 +41,13 @@ def create_backend(  # noqa: PLR0913 - one call names all of it, by keyword
         trace: Event log, or None.
         ledger: Byte counters.
         seed: Of the delays, for "chaos".
+        place: Which processors and memory of the host to use, or None for any.
         latency: Modelled time of operations, for all lanes or by lane name; "threads" and "chaos".
 
     Raises:
         ConfigError: The name is unknown, or does not fit the device or the latency.
     """
-    services = Services(kernels=kernels, ledger=ledger, trace=trace)
+    services = Services(kernels=kernels, ledger=ledger, trace=trace, place=place)
     if name == "auto":
         name = "cuda" if device.type == "cuda" else "threads"
     if latency is not None and name not in ("threads", "chaos"):

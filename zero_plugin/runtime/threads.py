@@ -28,6 +28,7 @@ from zero_plugin.runtime.execution import (
 )
 from zero_plugin.runtime.memory import allocate_host
 from zero_plugin.runtime.ticket import ProgramOrder, Ticket
+from zero_plugin.runtime.topology import bound
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,7 +112,8 @@ class Worker:
         self._awaited: Ticket[Any] | None = None
         # Daemon, because the interpreter joins other threads before it runs any exit handler.
         self._thread = threading.Thread(target=self._serve, name=f"zero-lane-{name}", daemon=True)
-        self._thread.start()
+        with bound(services.cpus):
+            self._thread.start()
 
     def put(self, job: Job) -> None:
         """Queues `job`."""
@@ -245,7 +247,7 @@ class ThreadsBackend(Backend):
     def allocate(self, nbytes: int, memory: Memory) -> Tensor:
         """Pageable host memory for either kind."""
         del memory
-        return allocate_host(nbytes)
+        return allocate_host(nbytes, self._services.node)
 
     def at_rest(self, elsewhere: Collection[int]) -> tuple[int, ...] | None:
         """Whether the host and every worker wait; see `Backend.at_rest`."""
