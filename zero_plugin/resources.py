@@ -14,6 +14,7 @@ from typing_extensions import Self
 from zero_plugin.config import ZeroConfig
 from zero_plugin.errors import ConfigError
 from zero_plugin.kernels import Kernels
+from zero_plugin.runtime.alarms import Alarms, warn_of_disk
 from zero_plugin.runtime.backend import Backend
 from zero_plugin.runtime.select import create_backend
 from zero_plugin.runtime.topology import (
@@ -99,6 +100,7 @@ class Resources:
                 place=place,
             )
             group.watch(backend.at_rest)
+            backend.meter.watcher = Alarms()
             stack.pop_all()
         return cls(
             group=group,
@@ -168,6 +170,9 @@ def _open_store(config: ZeroConfig, group: ProcessGroup, ledger: Ledger) -> Nvme
         )
     except Exception as error:  # noqa: BLE001 - told to the other ranks, then raised
         failure = error
+    if store is not None and group.rank == 0:
+        for path in store.describe().paths:
+            warn_of_disk(path.path, path.file_system)
     opened = torch.tensor([failure is None], dtype=torch.int64, device="cpu")
     rows = group.exchange(opened, label="files of the nvme tier")
     if failure is not None:

@@ -309,6 +309,7 @@ class Stepper:
         return held
 
     def _begin(self, number: int) -> None:
+        self._backend.meter.step()
         self.wait_for_weights()
         self._take_writes(number)
         self._publish(number)

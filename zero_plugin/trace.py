@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -90,13 +90,33 @@ class Meter:
     A clock is read only where a wait really blocks, and once for each updated block or tile.
     """
 
-    __slots__ = ("_elements", "_lock", "_seconds", "_waited")
+    __slots__ = ("_elements", "_lock", "_moved", "_seconds", "_waited", "tokens", "watcher")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waited: dict[str, float] = {}
         self._elements = 0
         self._seconds = 0.0
+        self._moved = (0, 0.0)
+        self.tokens = 0
+        """Of a step of this rank, where somebody has said so."""
+        self.watcher: Callable[[Meter], None] | None = None
+        """Called when a step begins."""
+
+    def step(self) -> None:
+        """A step begins."""
+        if self.watcher is not None:
+            self.watcher(self)
+
+    def transferred(self, nbytes: int, seconds: float) -> None:
+        """A lane read from files or wrote to them for `seconds`."""
+        with self._lock:
+            self._moved = (self._moved[0] + nbytes, self._moved[1] + seconds)
+
+    def transfers(self) -> tuple[int, float]:
+        """Bytes read from files and written to them, and the seconds lanes took."""
+        with self._lock:
+            return self._moved
 
     def waited(self, lane: str, seconds: float) -> None:
         """The program was blocked by an operation of `lane`."""

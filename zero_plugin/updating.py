@@ -49,6 +49,10 @@ class UpdatesLate:
             "moved": self._resources.ledger.snapshot(),
         }
 
+    def note_tokens(self, tokens: int) -> None:
+        """Say how many tokens (or samples) a step of this rank has, for the warning that they are too few."""
+        self._resources.backend.meter.tokens = tokens
+
     def wait_for_update(self) -> None:
         """Wait until the weights of the last step are written; nothing else changes.
 

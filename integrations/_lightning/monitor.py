@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from zero_plugin.machine.figures import StepFigures
+from zero_plugin.machine.figures import StepFigures, tokens_of
 
 _logger = logging.getLogger("zero_plugin")
 
@@ -38,6 +38,8 @@ class MonitorCallback:
         """A step may have ended."""
         if self._figures is None or trainer.global_step == self._step:
             return
+        accumulated = max(1, int(getattr(trainer, "accumulate_grad_batches", 1)))
+        self._figures.note_tokens(accumulated * tokens_of(batch))
         self._step = trainer.global_step
         figures = self._figures.step()
         if trainer.is_global_zero and self._step % self._every == 0:

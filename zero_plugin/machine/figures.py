@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +22,10 @@ class Measured(Protocol):
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes by tier and kind."""
+        ...
+
+    def note_tokens(self, tokens: int) -> None:
+        """Tokens of a step."""
         ...
 
     def figures(self) -> dict[str, Any]:
@@ -73,6 +77,10 @@ class StepFigures:
         self._before, self._last = after, now
         return figures
 
+    def note_tokens(self, tokens: int) -> None:
+        """Say how many tokens a step of this rank has; a warning that they are too few then names their number."""
+        self._engine.note_tokens(tokens)
+
     def summary(self) -> str:
         """One line at the end."""
         if not self._steps:
@@ -93,6 +101,25 @@ class StepFigures:
             line += f"; {misses} gathers not foreseen"
         rate = _update_rate(last, first)
         return line + (f"; updates of {rate / 1e6:.3g} million parameters/s" if rate else "")
+
+
+def tokens_of(batch: Any) -> int:
+    """Tokens of a batch: elements of its first integer tensor (`input_ids`), else its samples; 0 where it has no tensor."""
+    tensors = [item for item in _leaves(batch) if hasattr(item, "is_floating_point") and item.ndim]
+    for item in tensors:
+        if not item.is_floating_point() and item.ndim > 1:
+            return int(item.numel())
+    return int(tensors[0].shape[0]) if tensors else 0
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)):
+        for item in batch:
+            yield from _leaves(item)
+    else:
+        yield batch
 
 
 def _more(after: Mapping[str, float], before: Mapping[str, float], name: str) -> dict[str, float]:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from zero_plugin.kernels import _native
+from zero_plugin.runtime.alarms import IN_MEMORY, NETWORK, is_spinning
 from zero_plugin.runtime.memory import available_host_bytes
 from zero_plugin.store.store import NvmeStore
 
 _GIB = 2**30
-_NETWORK = frozenset(
-    {"nfs", "nfs4", "cifs", "smb2", "smb3", "fuse", "9p", "ceph", "lustre", "afs", "overlay"}
-)
-_IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
 
 class Seen(NamedTuple):
@@ -119,9 +115,9 @@ def disk(path: str | Path) -> tuple[str, str]:
 
 def _costs(path: Path, file_system: str, *, direct: bool, free: int) -> list[str]:
     found: list[str] = []
-    if file_system in _IN_MEMORY:
+    if file_system in IN_MEMORY:
         found.append("this is memory, not a disk: states here take what the tier is meant to spare")
-    elif file_system in _NETWORK or file_system.startswith("fuse"):
+    elif file_system in NETWORK or file_system.startswith("fuse"):
         found.append(f"{file_system} is not a local disk: every step moves the states over it")
     elif not direct:
         found.append("bytes pass through the page cache, in host memory")
@@ -133,14 +129,3 @@ def _costs(path: Path, file_system: str, *, direct: bool, free: int) -> list[str
     if free < _GIB:
         found.append("less than 1 GiB is free")
     return found
-
-
-def is_spinning(path: Path) -> bool:
-    """Whether the kernel says that a folder's disk rotates."""
-    if sys.platform != "linux":
-        return False
-    number = path.stat().st_dev
-    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
-    files = [folder / "queue" / "rotational" for folder in (device, device.resolve().parent)]
-    said = next((file.read_text(encoding="ascii") for file in files if file.is_file()), "0")
-    return said.strip() == "1"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.autograd import profiler
 
+from zero_plugin.runtime.io import Read, Write
 from zero_plugin.runtime.operations import Update
 from zero_plugin.runtime.ticket import Failure, Ticket
 from zero_plugin.trace import Meter
@@ -132,14 +133,10 @@ def _run_untraced(
     operation: Operation[T], services: Services, pace: Callable[[Operation[Any]], None] | None
 ) -> tuple[T | None, BaseException | None]:
     try:
-        if isinstance(operation, Update):
-            begun = perf_counter()
-            value = operation.run(services.kernels)
-            gradient = next(iter(operation.reads), None)
-            if gradient is not None and gradient.is_cpu:
-                services.meter.updated(gradient.numel(), perf_counter() - begun)
-        else:
-            value = operation.run(services.kernels)
+        begun = perf_counter()
+        value = operation.run(services.kernels)
+        if isinstance(operation, (Update, Read, Write)):
+            _measure(operation, services.meter, perf_counter() - begun)
         traffic = operation.traffic
         if traffic is not None:
             services.ledger.add(*traffic)
@@ -148,6 +145,16 @@ def _run_untraced(
     except BaseException as error:  # noqa: BLE001 - kept in the ticket, raised where it is awaited
         return None, error
     return value, None
+
+
+def _measure(operation: Update | Read | Write, meter: Meter, seconds: float) -> None:
+    if not isinstance(operation, Update):
+        meter.transferred(operation.nbytes, seconds)
+        return
+    gradient = next(iter(operation.reads), None)
+    # On a device it was only enqueued.
+    if gradient is not None and gradient.is_cpu:
+        meter.updated(gradient.numel(), seconds)
 
 
 def profiler_range(services: Services, ticket: Ticket[Any]) -> AbstractContextManager[Any]:
