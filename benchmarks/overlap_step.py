@@ -1,4 +1,4 @@
-"""What hides the update: the synchronous step, the exact overlap and the delayed update, beside a device that only sleeps.
+"""What hides the update: each way to take a step, beside a device that only sleeps.
 
 Eight modules stand for the device: their forward and backward sleep and use no processor, and a gradient is there at once.
 The update is the real one, on several times the cache. With T_f and T_b the sleeping parts, T_d their sum, T_u the update and
@@ -6,22 +6,29 @@ The update is the real one, on several times the cache. With T_f and T_b the sle
 
 - synchronous: T_d + T_u + swap, the plain sum;
 - exact overlap: T_b + 1.05 max(T_f, T_u) + one block (its update and copies);
+- speculation, and inside backward: T_f + 1.05 max(T_b, T_u) + one block;
 - delayed update: 1.05 max(T_d, T_u) + swap.
+
+The bounds suppose copies that engines of the device make beside everything else. Without a device the processors make them, in the
+update's time and memory. `--link 25e9` lets them sleep instead, for as long as a link of that rate (bytes a second each way) would take.
 
 A step's time is the period of consecutive steps, so that what one leaves to the next counts; sides run in turn.
 
-    python benchmarks/overlap_step.py --numel 24e6 --picture overlap.png
+    python benchmarks/overlap_step.py --numel 24e6 --link 25e9 --picture overlap.png
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _report import SETTLE_SECONDS, Report, machine, write_json
 
 from zero_plugin import ZeroConfig, ZeroEngine
+from zero_plugin.runtime.operations import Copy
 from zero_plugin.trace import Event, Trace
 
 BLOCKS = 8
@@ -40,6 +48,8 @@ SLACK = 1.05
 SIDES: dict[str, dict[str, Any]] = {
     "synchronous": {"overlap": False},
     "exact overlap": {},
+    "speculation": {"speculate": True},
+    "inside backward": {"nonfinite": "propagate", "update_in_backward": True},
     "delayed update": {"delayed_update": True, "delayed_update_warmup": 1},
 }
 DEVICE = "device"
@@ -176,9 +186,12 @@ def bounds(parts: dict[str, float]) -> dict[str, float]:
     forward, backward = parts["forward"], parts["backward"]
     update, swap = parts["update"], parts["swap"]
     device = forward + backward
+    in_backward = forward + SLACK * max(backward, update) + (update + swap) / BLOCKS
     return {
         "synchronous": device + update + swap,
         "exact overlap": backward + SLACK * max(forward, update) + (update + swap) / BLOCKS,
+        "speculation": in_backward,
+        "inside backward": in_backward,
         "delayed update": SLACK * max(device, update) + swap,
     }
 
@@ -229,7 +242,7 @@ def draw(sides: dict[str, Side], path: Path, steps: int = 2) -> str:
         "swap": "tab:green",
     }
     rows = {"forward": 2, "backward": 2, "update": 1, "swap": 0}
-    figure, axes = pyplot.subplots(len(sides), 1, sharex=True, figsize=(8, 4.5))
+    figure, axes = pyplot.subplots(len(sides), 1, sharex=True, figsize=(8, 7.5))
     for axis, (name, side) in zip(axes, sides.items(), strict=True):
         side.period(steps)
         found = [(kind_of(lane, label), b, e) for lane, label, b, e in spans(side.trace.events())]
@@ -250,8 +263,65 @@ def draw(sides: dict[str, Side], path: Path, steps: int = 2) -> str:
     return f"picture: {path}"
 
 
+class Runnable:
+    """Counts the threads of this process that run or want to, every two milliseconds (Linux)."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._count, daemon=True)
+
+    def __enter__(self) -> Runnable:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._thread.join()
+
+    def _count(self) -> None:
+        own = threading.get_native_id()
+        while not self._ends.wait(0.002):
+            running = 0
+            for task in Path("/proc/self/task").iterdir():
+                with contextlib.suppress(OSError):
+                    state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+                    running += state == "R" and int(task.name) != own
+            self.counts.append(running)
+
+
+def crowd(side: Side, steps: int) -> str:
+    """How many threads want a processor during steps of one side."""
+    if not Path("/proc/self/task").is_dir():
+        return "threads are not counted: no /proc"
+    with Runnable() as found:
+        side.period(steps)
+    counts = sorted(found.counts)
+    cores = len(os.sched_getaffinity(0))
+    beyond = sum(count > cores for count in counts) / len(counts)
+    return (
+        f"threads that want a processor in {len(counts)} samples of exact overlap: mean {statistics.fmean(counts):.2f}, most "
+        f"{counts[-1]}, more than the {cores} there are in {beyond:.1%}"
+    )
+
+
+def sleeps_for(link: float) -> Callable[[Copy, Any], None]:
+    """How a copy runs on an engine of its own, seen from the host: it takes time and no processor."""
+    plain = Copy.run
+
+    def run(copy: Copy, kernels: Any) -> None:
+        if copy.direction is None:
+            plain(copy, kernels)
+        else:
+            time.sleep(copy.nbytes / link)
+
+    return run
+
+
 def compare(args: argparse.Namespace) -> Report:
     numel = args.numel // BLOCKS
+    if args.link:
+        Copy.run = sleeps_for(args.link)  # type: ignore[method-assign]
     # No processor works on the gradient: it is there.
     gradient = torch.full((numel,), 1e-3)
     with tempfile.TemporaryDirectory() as folder:
@@ -262,6 +332,7 @@ def compare(args: argparse.Namespace) -> Report:
         try:
             rows = [row for ratio in args.ratios for row in measure(sides, ratio, args)]
             notes = [] if args.picture is None else [draw(sides, args.picture)]
+            notes.append(crowd(sides["exact overlap"], 4 * args.steps))
         finally:
             for side in sides.values():
                 side.engine.close()
@@ -272,6 +343,7 @@ def compare(args: argparse.Namespace) -> Report:
             "blocks": BLOCKS,
             "rounds": args.rounds,
             "steps": args.steps,
+            "link": f"{args.link:g}" if args.link else "none",
             "load": round(machine()["load"], 1),
         },
         columns=(
@@ -296,6 +368,7 @@ def main() -> None:
     )
     parser.add_argument("--numel", type=float, default=24e6, help="parameters, fp32")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0])
+    parser.add_argument("--link", type=float, help="bytes a second of modelled copies")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="consecutive steps of one measurement")
     parser.add_argument("--threads", type=int, default=None, help="default: every processor")
