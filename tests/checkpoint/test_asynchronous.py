@@ -204,4 +204,4 @@ def several_ranks(rank: int, size: int, folder: Path) -> None:
 
 @pytest.mark.dist
 def test_several_ranks_save_beside_the_training(tmp_path: Path) -> None:
-    run_ranks(3, several_ranks, tmp_path, preload=PRELOAD)
+    run_ranks(2, several_ranks, tmp_path, preload=PRELOAD)

@@ -176,7 +176,8 @@ def fsdp_run(rank: int, size: int, folder: Path) -> Any:
 
 @pytest.mark.dist
 def test_an_fsdp_checkpoint_has_equal_weights_and_moments(tmp_path: Path) -> None:
-    weights, optimizer = run_ranks(2, fsdp_run, tmp_path, preload=PRELOAD, deadline=90)[0]
+    preload = (*PRELOAD, "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict")
+    weights, optimizer = run_ranks(2, fsdp_run, tmp_path, preload=preload, deadline=90)[0]
     import_checkpoint(tmp_path / "fsdp", tmp_path / "ck", trust=True)
     model = make(TinyMLP, seed=1)
     with engine_for(model, stage=3) as (engine, ours):

@@ -23,8 +23,10 @@ from support.lightning_runs import (
     no_group_left,
     ranks,
     saver,
+    short,
     spelling,
 )
+from support.ranks import mark
 
 SIZES = [pytest.param(1, id="1 rank"), pytest.param(2, id="2 ranks", marks=pytest.mark.dist)]
 
@@ -32,53 +34,43 @@ SIZES = [pytest.param(1, id="1 rank"), pytest.param(2, id="2 ranks", marks=pytes
 # ------------------------------------------------------------------ resume
 
 
-def resume(rank: int, size: int, folder: Path, name: str, precision: str) -> None:
-    whole = fit(
-        name,
-        size,
-        module=adamw,
-        precision=precision,
-        max_epochs=4,
-        enable_checkpointing=True,
-        callbacks=[saver(folder)],
-        gradient_clip_val=0.5,
-    )
-    assert sorted(path.name for path in folder.iterdir()) == [f"epoch={i}.ckpt" for i in range(4)]
-    second = fit(
-        name,
-        size,
-        module=adamw,
-        precision=precision,
-        max_epochs=4,
-        ckpt_path=folder / "epoch=1.ckpt",
-        gradient_clip_val=0.5,
-    )
-    half = len(whole.losses) // 2
-    whole.losses, whole.lrs = whole.losses[half:], whole.lrs[half:]
-    assert_same(whole, second)
-    assert second.trainer.global_step == whole.trainer.global_step
+RESUMED = [
+    ("zero_offload", "32-true"),
+    ("zero_1", "bf16-true"),
+    ("zero_offload", "bf16-true"),
+    ("zero_2", "bf16-mixed"),
+    ("zero_3", "32-true"),
+    ("zero_3_offload", "bf16-true"),
+]
+
+
+def resume(rank: int, size: int, folder: Path) -> None:
+    for name, precision in RESUMED:
+        mark(f"{name}, {precision}")
+        here = folder / f"{name}-{precision}"
+        common: dict[str, Any] = {
+            "module": adamw,
+            "precision": precision,
+            "loaders": short(),
+            "max_epochs": 2,
+            "gradient_clip_val": 0.5,
+        }
+        whole = fit(name, size, enable_checkpointing=True, callbacks=[saver(here)], **common)
+        assert sorted(path.name for path in here.iterdir()) == ["epoch=0.ckpt", "epoch=1.ckpt"]
+        second = fit(name, size, ckpt_path=here / "epoch=0.ckpt", **common)
+        half = len(whole.losses) // 2
+        whole.losses, whole.lrs = whole.losses[half:], whole.lrs[half:]
+        assert_same(whole, second)
+        assert second.trainer.global_step == whole.trainer.global_step
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    [
-        ("zero_offload", "32-true"),
-        ("zero_1", "bf16-true"),
-        ("zero_offload", "bf16-true"),
-        ("zero_2", "bf16-mixed"),
-        ("zero_3", "32-true"),
-        ("zero_3_offload", "bf16-true"),
-    ],
-)
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
-    size: int, name: str, precision: str, tmp_path: Path
-) -> None:
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(size: int, tmp_path: Path) -> None:
     """In bf16-true that takes the fp32 masters, which the module's state does not hold."""
-    ranks(size, resume, tmp_path, name, precision)
+    ranks(size, resume, tmp_path)
 
 
-def interchange(rank: int, size: int, folder: Path, other: str) -> None:
+def interchange(rank: int, size: int, folder: Path) -> None:
     from zero_plugin.integrations.lightning import ZeroOffloadStrategy
 
     def strategy(name: str) -> Any:
@@ -88,36 +80,33 @@ def interchange(rank: int, size: int, folder: Path, other: str) -> None:
         tiers: dict[str, Any] = dict.fromkeys(("params", "optimizer", "gradients"), "device")
         return ZeroOffloadStrategy(stage=3, checkpoint="file", **tiers)
 
+    def go_on(saved: str, used: str) -> Any:
+        mark(f"{used} goes on from {saved}")
+        path = folder / saved / "epoch=0.ckpt"
+        return fit(
+            strategy(used), size, module=adamw, loaders=short(), max_epochs=2, ckpt_path=path
+        )
+
     with no_group_left():
-        for name in ("ddp", other):
+        for name in ("ddp", "zero_offload", "zero_3"):
             fit(
                 strategy(name),
                 size,
                 module=adamw,
+                loaders=short(),
                 max_epochs=1,
                 enable_checkpointing=True,
                 callbacks=[saver(folder / name)],
             )
-        resumed = {
-            (saved, used): fit(
-                strategy(used),
-                size,
-                module=adamw,
-                max_epochs=3,
-                ckpt_path=folder / saved / "epoch=0.ckpt",
-            )
-            for saved in ("ddp", other)
-            for used in ("ddp", other)
-        }
-    first = resumed["ddp", "ddp"]
-    for run in resumed.values():
-        assert_same(first, run, tolerance=1e-6)
+        first = go_on("ddp", "ddp")
+        for other in ("zero_offload", "zero_3"):
+            for saved, used in (("ddp", other), (other, "ddp"), (other, other)):
+                assert_same(first, go_on(saved, used), tolerance=1e-6)
 
 
-@pytest.mark.parametrize("other", ["zero_offload", "zero_3"])
 @pytest.mark.parametrize("size", SIZES)
-def test_checkpoints_go_from_ddp_to_us_and_back(size: int, other: str, tmp_path: Path) -> None:
-    ranks(size, interchange, tmp_path, other)
+def test_checkpoints_go_from_ddp_to_us_and_back(size: int, tmp_path: Path) -> None:
+    ranks(size, interchange, tmp_path)
 
 
 def other_world(rank: int, size: int, folder: Path) -> None:
@@ -293,24 +282,25 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ evaluation with a checkpoint
 
 
-def evaluate(rank: int, size: int, folder: Path, name: str) -> None:
-    run = fit(
-        name,
-        size,
-        module=adamw,
-        enable_checkpointing=True,
-        callbacks=[saver(folder, monitor="val_loss", save_top_k=1)],
-    )
-    best = run.trainer.test(run.module, held_out(), ckpt_path="best", verbose=False)
-    assert math.isclose(
-        best[0]["test_loss"], float(run.trainer.checkpoint_callback.best_model_score), rel_tol=1e-6
-    )
+def evaluate(rank: int, size: int, folder: Path) -> None:
+    for name in ("zero_offload", "zero_3"):
+        mark(name)
+        run = fit(
+            name,
+            size,
+            module=adamw,
+            loaders=short(),
+            enable_checkpointing=True,
+            callbacks=[saver(folder / name, monitor="val_loss", save_top_k=1)],
+        )
+        best = run.trainer.test(run.module, short()[1], ckpt_path="best", verbose=False)
+        score = float(run.trainer.checkpoint_callback.best_model_score)
+        assert math.isclose(best[0]["test_loss"], score, rel_tol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["zero_offload", "zero_3"])
 @pytest.mark.parametrize("size", SIZES)
-def test_test_with_the_best_checkpoint(size: int, name: str, tmp_path: Path) -> None:
-    ranks(size, evaluate, tmp_path, name)
+def test_test_with_the_best_checkpoint(size: int, tmp_path: Path) -> None:
+    ranks(size, evaluate, tmp_path)
 
 
 # ------------------------------------------------------------------ exceptions, and collectives on one rank
@@ -381,7 +371,7 @@ def saved_on_one_rank(rank: int, size: int, folder: Path) -> str:
 
     begin = time.monotonic()
     with pytest.raises(Exception) as caught:  # noqa: PT011 - which one is the question
-        fit(ZeroOffloadStrategy(timeout_seconds=10.0), size, module=module)
+        fit(ZeroOffloadStrategy(timeout_seconds=5.0), size, module=module)
     assert time.monotonic() - begin < 25
     return f"{type(caught.value).__name__}: {caught.value}"
 
@@ -399,34 +389,39 @@ def test_save_checkpoint_under_is_global_zero_ends_with_an_error(tmp_path: Path)
 # ------------------------------------------------------------------ callbacks that average weights
 
 
-def averaging(rank: int, size: int, kind: str) -> None:
-    def callbacks() -> list[Any]:
-        import lightning.pytorch.callbacks as c
+def averaging(rank: int, size: int) -> None:
+    import warnings
 
+    import lightning.pytorch.callbacks as c
+
+    def callback(kind: str) -> Any:
         if kind == "swa":
-            return [c.StochasticWeightAveraging(swa_lrs=0.0625, swa_epoch_start=1)]
-        return [c.EMAWeightAveraging(decay=0.5)]
+            return c.StochasticWeightAveraging(swa_lrs=0.0625, swa_epoch_start=1)
+        return c.EMAWeightAveraging(decay=0.5)
 
-    def module(pl: Any) -> Any:
-        import warnings
+    def run(kind: str, name: str) -> Any:
+        def module(pl: Any) -> Any:
+            warnings.filterwarnings(
+                "ignore", message=".*Swapping scheduler.*|.*SWA.*|.*lr_scheduler.*"
+            )
+            return module_class(pl)(batch_norm=kind == "swa")
 
-        warnings.filterwarnings("ignore", message=".*Swapping scheduler.*|.*SWA.*|.*lr_scheduler.*")
-        return module_class(pl)(batch_norm=kind == "swa")
+        mark(f"{kind}, {name}")
+        return fit(
+            name, size, module=module, loaders=short(), max_epochs=3, callbacks=[callback(kind)]
+        )
 
     with no_group_left():
-        runs = [
-            fit(name, size, module=module, max_epochs=4, callbacks=callbacks())
-            for name in ("ddp", *REPLICATED)
-        ]
-    for run in runs[1:]:
-        assert_same(runs[0], run)
+        for kind in ("swa", "ema"):
+            first = run(kind, "ddp")
+            for name in REPLICATED:
+                assert_same(first, run(kind, name))
 
 
-@pytest.mark.parametrize("kind", ["swa", "ema"])
 @pytest.mark.parametrize("size", SIZES)
-def test_weight_averaging_callbacks_work_as_under_ddp(size: int, kind: str) -> None:
+def test_weight_averaging_callbacks_work_as_under_ddp(size: int) -> None:
     """Up to stage 2 every rank has whole weights, so what these callbacks copy is right."""
-    ranks(size, averaging, kind)
+    ranks(size, averaging)
 
 
 def learning_rate_finder(rank: int, size: int, folder: Path) -> None:

@@ -17,6 +17,7 @@ from support.lightning_runs import (
     no_group_left,
     ranks,
     saver,
+    short,
     spelling,
 )
 
@@ -38,25 +39,33 @@ def life(rank: int, size: int, folder: Path) -> None:
         strategy(stage=2),
         size,
         module=adamw,
-        max_epochs=4,
+        loaders=short(),
+        max_epochs=2,
         enable_checkpointing=True,
         callbacks=[saver(folder)],
     )
     saved = sorted(path.name for path in folder.iterdir())
-    assert saved == [f"epoch={i}.ckpt" for i in range(4)]
+    assert saved == [f"epoch={i}.ckpt" for i in range(2)]
     assert all((folder / name / "index.json").exists() for name in saved)
-    half = folder / "epoch=1.ckpt"
+    half = folder / "epoch=0.ckpt"
     for ckpt_path in (half, half / "index.json"):  # A file inside names its folder.
-        second = fit(strategy(stage=3), size, module=adamw, max_epochs=4, ckpt_path=ckpt_path)
+        second = fit(
+            strategy(stage=3),
+            size,
+            module=adamw,
+            loaders=short(),
+            max_epochs=2,
+            ckpt_path=ckpt_path,
+        )
         assert second.trainer.global_step == whole.trainer.global_step
         assert second.losses == whole.losses[len(whole.losses) // 2 :]
         assert all(torch.equal(value, whole.weights[key]) for key, value in second.weights.items())
     # A file's loader of weights, without a strategy of ours.
     pl = spelling("lightning.pytorch")
-    model = module_class(pl).load_from_checkpoint(folder / "epoch=3.ckpt", optimizer="AdamW")
+    model = module_class(pl).load_from_checkpoint(folder / "epoch=1.ckpt", optimizer="AdamW")
     assert all(torch.equal(value, whole.weights[k]) for k, value in model.state_dict().items())
     trainer = make_trainer(pl, strategy(stage=2), size)
-    tested = trainer.test(adamw(pl), held_out(), ckpt_path=folder / "epoch=3.ckpt", verbose=False)
+    tested = trainer.test(adamw(pl), held_out(), ckpt_path=folder / "epoch=1.ckpt", verbose=False)
     again = trainer.test(whole.module, held_out(), verbose=False)
     assert tested == again
 
@@ -118,7 +127,7 @@ def options(rank: int, size: int, folder: Path) -> None:
         strategy(stage=3),
         size,
         module=adamw,
-        max_epochs=3,
+        max_epochs=2,
         enable_checkpointing=True,
         callbacks=[
             saver(folder / "weights", save_weights_only=True, save_top_k=1, monitor="val_loss")

@@ -62,6 +62,11 @@ def held_out() -> DataLoader[Any]:
     return data(count=16, seed=1, shuffle=False)
 
 
+def short() -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """Six batches to train on, and two to validate on."""
+    return data(count=24), data(count=8, seed=1, shuffle=False)
+
+
 def network(*, batch_norm: bool = False) -> nn.Sequential:
     """8 -> 16 -> 2, with a frozen layer norm inside."""
     norm = nn.LayerNorm(16)
