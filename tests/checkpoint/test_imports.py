@@ -179,6 +179,7 @@ def test_an_fsdp_checkpoint_has_equal_weights_and_moments(tmp_path: Path) -> Non
     preload = (*PRELOAD, "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict")
     weights, optimizer = run_ranks(2, fsdp_run, tmp_path, preload=preload, deadline=90)[0]
     import_checkpoint(tmp_path / "fsdp", tmp_path / "ck", trust=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ck", "fsdp"]
     model = make(TinyMLP, seed=1)
     with engine_for(model, stage=3) as (engine, ours):
         engine.load_checkpoint(tmp_path / "ck")

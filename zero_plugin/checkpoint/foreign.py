@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class Found:
         groups: param groups: names of the parameters, and options.
         optimizer: name of the optimizer's class.
         buffers: names in `weights` that are buffers.
+        written: told of bytes that were written and are not needed any more.
         extra: what else there is; a nest as `ZeroEngine.save_checkpoint` takes it.
     """
 
@@ -51,6 +52,7 @@ class Found:
     groups: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     optimizer: str = "AdamW"
     buffers: set[str] = field(default_factory=set[str])
+    written: Callable[[int], None] = lambda _: None
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -102,7 +104,7 @@ def write_found(found: Found, target: Path) -> Path:
     try:
         name = file_name(0, 1)
         written = write_file(
-            partial.path / name, header_of(parts, {}), pieces_of(parts), progress=lambda _: None
+            partial.path / name, header_of(parts, {}), pieces_of(parts), progress=found.written
         )
         index = complete(content, {name: written}, partial.path, [{"random": None}])
         with (partial.path / INDEX).open("xb") as file:

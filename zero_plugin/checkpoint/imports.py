@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -45,12 +46,13 @@ def import_checkpoint(
         raise CheckpointError(
             f"{place / '.metadata'} is a pickle, which torch's reader runs: pass trust=True (--trust) if you know where it comes from"
         )
+    parent = Path(target).absolute().parent
     readers: dict[str, Callable[[Path], Found]] = {
         "torch": _read_torch,
         "lightning": _read_torch,
         "hf": _read_hf,
         "deepspeed": _read_deepspeed,
-        "dcp": _read_dcp,
+        "dcp": partial(_read_dcp, folder=parent),
     }
     return write_found(readers[chosen](place), Path(target))
 
@@ -203,7 +205,8 @@ def _read_deepspeed(place: Path) -> Found:
     return read(place)
 
 
-def _read_dcp(place: Path) -> Found:
+def _read_dcp(place: Path, folder: Path) -> Found:
     from zero_plugin.checkpoint.dcp import read
 
-    return read(place)
+    folder.mkdir(parents=True, exist_ok=True)
+    return read(place, folder)
