@@ -22,7 +22,7 @@ from zero_plugin.planner.dry import DryModel, meta_twin
 def test_peak_bytes_of_each_tier(size: int, tmp_path: Path) -> None:
     store = "none" if size == 1 else "file"
     measured = ranks(size, all_runs, str(tmp_path), store=store, deadline=100.0)
-    assert len(measured[0]) == len(cases()) >= 24
+    assert len(measured[0]) == len(cases()) >= 12  # And as many with the other number of processes.
     wrong: list[str] = []
     for (name, model, accumulate), first in measured[0].items():
         predicted = predict(name, model, size, accumulate)

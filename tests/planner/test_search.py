@@ -15,7 +15,7 @@ from zero_plugin.config import ZeroConfig
 from zero_plugin.errors import ConfigError
 from zero_plugin.machine.hardware import Hardware
 from zero_plugin.planner.cost import Choice, Load, price
-from zero_plugin.planner.dry import DryModel, meta_twin
+from zero_plugin.planner.dry import DryModel, Footprint, meta_twin
 from zero_plugin.planner.search import Limits, Search, Task, candidates, fits, peak_of
 from zero_plugin.planner.simulate import simulate
 from zero_plugin.planner.workload import Activity
@@ -65,7 +65,7 @@ def drawn_task(rng: random.Random, dry: DryModel) -> Task:
         gradient=2,
         wire=4,
         states=3,
-        units=8,
+        units=4,
         accumulate=rng.choice([1, 1, 4]),
         activity=activity,
     )
@@ -84,31 +84,39 @@ def drawn_task(rng: random.Random, dry: DryModel) -> Task:
 
 
 def test_the_choice_is_within_5_percent_of_the_best_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    dry = DryModel(meta_twin(make_gpt(torch.bfloat16, width=32, layers=3)))
+    dry = DryModel(meta_twin(make_gpt(torch.bfloat16, width=32, layers=2)))
+    known: dict[Any, Footprint] = {}
+    footprint = dry.footprint
+
+    def remembered(config: ZeroConfig, world_size: int, *, accumulate: int = 1) -> Footprint:
+        """A placement takes as much on every machine."""
+        key = (config, world_size, accumulate)
+        if key not in known:
+            known[key] = footprint(config, world_size, accumulate=accumulate)
+        return known[key]
+
+    monkeypatch.setattr(dry, "footprint", remembered)
     # Fewer of the dimensions that change nothing about the states, so that all can be tried a hundred times.
     monkeypatch.setattr("zero_plugin.planner.search._PREFETCH", (1, 0))
     monkeypatch.setattr("zero_plugin.planner.search._LOSS_TILES", (1,))
     rng = random.Random(7)
-    known: dict[Any, Any] = {}
     chosen = nothing = 0
     worst = 1.0
     for _ in range(CASES):
         task = drawn_task(rng, dry)
         best = float("inf")
-        for choice in candidates(task):
-            # A bound of any schedule: what is above the best found cannot be better.
-            if price(choice, task.load, task.hardware).lower_bound >= best:
-                continue
+        bounds = [(price(c, task.load, task.hardware).lower_bound, c) for c in candidates(task)]
+        # A bound of any schedule: what is above the best found cannot be better.
+        for bound, choice in sorted(bounds, key=lambda pair: pair[0]):
+            if bound >= best:
+                break
             seconds = simulate(choice, task.load, task.hardware)
             if seconds >= best:
                 continue
-            config = task.config(choice)
-            key = (config, task.hardware.world_size, task.load.accumulate)
-            if key not in known:
-                known[key] = dry.footprint(
-                    config, task.hardware.world_size, accumulate=task.load.accumulate
-                )
-            if fits(peak_of(choice, known[key], task.load), task.limits, task.hardware):
+            found_bytes = dry.footprint(
+                task.config(choice), task.hardware.world_size, accumulate=task.load.accumulate
+            )
+            if fits(peak_of(choice, found_bytes, task.load), task.limits, task.hardware):
                 best = seconds
         found = Search(task).run(1)
         assert bool(found) is (best < float("inf"))
