@@ -16,9 +16,9 @@ from zero_plugin import ZeroEngine
 from zero_plugin.checkpoint.export import export
 from zero_plugin.checkpoint.imports import import_checkpoint
 
-SIDE = 3072
+SIDE = 2304
 STATES = 3 * 4 * SIDE * SIDE
-"""Bytes of masters and moments: 113 MB."""
+"""Bytes of masters and moments: 64 MB."""
 
 MOST = STATES // 2
 
