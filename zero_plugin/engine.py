@@ -31,6 +31,7 @@ from zero_plugin.grads.norm import Clip
 from zero_plugin.grads.scaler import LossScaler
 from zero_plugin.grads.sentinel import GradientSentinel
 from zero_plugin.inputs import check_arguments, describe, find_device
+from zero_plugin.layer_first import RunsLayerFirst
 from zero_plugin.optim import facade
 from zero_plugin.optim.kept import KeptStates
 from zero_plugin.parts import DTYPES, assemble
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from zero_plugin.sharding.sharded import ShardedModel
 
 
-class ZeroEngine(SavesCheckpoints, UpdatesLate):
+class ZeroEngine(SavesCheckpoints, UpdatesLate, RunsLayerFirst):
     """Trains a model with sharded, offloaded optimizer states.
 
     The model stays unwrapped and its parameters keep their identity; each optimizer object stays the user's own and

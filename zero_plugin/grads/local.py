@@ -84,9 +84,19 @@ class LocalGradients:
                 f"parameter {member.name!r} received a {grad.layout} gradient: sharded reduction needs dense ones; "
                 "use sparse=False in its embedding"
             )
-        grad = grad.detach()
+        return self._taken(member, grad.detach())
+
+    def adopt(self, index: int, grad: Tensor) -> Tensor:
+        """Take a gradient that came elsewhere than in `Parameter.grad`; returns it with what user code put there added."""
+        member = self._members[index]
+        own = member.parameter.grad
+        if own is not None and not isinstance(own, GradientSentinel):
+            grad = own.detach() + grad
+        return self._taken(member, grad)
+
+    def _taken(self, member: ManagedParameter, grad: Tensor) -> Tensor:
         member.parameter.grad = self._stand_in(member)
-        self._present.add(index)
+        self._present.add(member.index)
         self.generation += 1
         self.track(_bytes(grad))
         return grad

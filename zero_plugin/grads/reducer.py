@@ -23,6 +23,7 @@ from zero_plugin.errors import EngineStateError
 from zero_plugin.grads.buckets import Buckets
 from zero_plugin.grads.local import LocalGradients
 from zero_plugin.grads.offload import GradientShards
+from zero_plugin.grads.parts import Parts
 from zero_plugin.grads.scaler import LossScaler
 from zero_plugin.runtime.backend import Backend
 from zero_plugin.runtime.buffers import Lease
@@ -79,6 +80,8 @@ class GradientReducer:
         self._sharded_states = config.shards_optimizer
         self.local = LocalGradients(self.zero)
         """Gradients not reduced yet."""
+        self.parts = Parts(self.local)
+        """Of a backward that several micro-batches run together."""
         self._places: dict[int, tuple[Block, int]] = {}
         self._order: list[Block] = []
         self._rank_in_order: dict[int, int] = {}
@@ -156,6 +159,9 @@ class GradientReducer:
         block, position = self._places[index]
         if block.optimizer in self.spent:
             self._stale[block.optimizer] = block.parameters[position].name
+        if self.parts.count:
+            self._place_part(block, index, self.parts.current(), grad)
+            return
         if self.deferred and not self._sharded:
             self._exact = True
             self.local.hold(index, grad)
@@ -163,6 +169,32 @@ class GradientReducer:
         self._open_round()
         self._place(block, position, grad)
         self._launch_ready()
+
+    def begin_parts(self, count: int) -> None:
+        """The backward that begins is that of several micro-batches; all ranks call it."""
+        self.end_backward()
+        # On top of earlier gradients the order of the sum would show.
+        adds = self._group.size == 1 and count > 1 and not self.local.any_present()
+        self.parts.start(count, adds=adds)
+        self._exact = self._exact or adds
+        self._open_round()
+
+    def receive_part(self, index: int, part: int, grad: Tensor) -> None:
+        """Take a gradient that is one micro-batch's alone."""
+        if not self._synced:
+            self._sync_clears()
+            self._synced = True
+        self._scaler.check_applied()
+        block, position = self._places[index]
+        if block.optimizer in self.spent:
+            self._stale[block.optimizer] = block.parameters[position].name
+        self._place_part(block, index, part, self.local.adopt(index, grad))
+
+    def _place_part(self, block: Block, index: int, part: int, grad: Tensor) -> None:
+        if self.parts.put(block, index, part, grad, self._shards.dtype(block)):
+            self._launch_ready()
+        else:
+            self.local.hold_late(index, grad)
 
     def end_backward(self) -> None:
         """Launch what is left of the round, with zeros for what has no gradient; then the late gradients."""
@@ -225,7 +257,7 @@ class GradientReducer:
             self._hear(rows)
             if not any(int(row[0]) == _ROUND for row in rows):
                 break
-            self._join_round()
+            self._join_round(max(int(row[3]) for row in rows))
 
     def clear(self, optimizers: Sequence[int]) -> None:
         """Drop the gradients of some optimizers (zero_grad)."""
@@ -256,6 +288,7 @@ class GradientReducer:
         except Exception:  # noqa: BLE001 - the exception that broke the step is the one to report
             self.release()
             self._open = False
+            self.parts.end()
             self._fills.clear()
             self._next = 0
         self.clear(sorted({block.optimizer for block in self._order}))
@@ -280,9 +313,11 @@ class GradientReducer:
             self._own_rounds += 1
         self._make_fills()
 
-    def _join_round(self) -> None:
+    def _join_round(self, parts: int) -> None:
         """Take part, with zeros, in a round that another rank announced."""
         self._open = True
+        self._announced = None
+        self.parts.start(parts, adds=False)
         self._make_fills()
         self._close_round()
 
@@ -299,6 +334,7 @@ class GradientReducer:
         while self._next < len(self._order):
             self._launch(self._order[self._next])
         self._open = False
+        self.parts.end()
         self._fills.clear()
         self._next = 0
 
@@ -333,20 +369,56 @@ class GradientReducer:
         while self._next < len(self._order):
             block = self._order[self._next]
             fill = self._fills[block.index]
-            if len(fill.arrived) < fill.expected:
+            if self.parts.count:
+                if not self.parts.is_complete(block, fill.expected):
+                    return
+            elif len(fill.arrived) < fill.expected:
                 return
             self._launch(block)
 
     def _launch(self, block: Block) -> None:
         fill = self._fills[block.index]
+        if self.parts.count:
+            self._agree_on_parts()
+            fill.arrived |= self.parts.load(block, self._shards.dtype(block))
         if self._group.size > 1:
             self._launch_collective(block, fill)
         elif any(self.local.held(member.index) is not None for member in block.parameters):
             self._launch_copy(block)
+        if self.parts.count:
+            fill.packed.clear()
+            if self.parts.advance(block):
+                self._launch(block)
+                return
+            if fill.expected and len(fill.arrived) == fill.expected:
+                self._completed.append(block.index)
         self._next += 1
         is_whole = fill.expected > 0 and len(fill.arrived) == fill.expected
         if self.reduced is not None and is_whole and not self.deferred:
             self.reduced(block, frozenset(fill.arrived))
+
+    def _is_last(self, block: Block) -> bool:
+        """Whether a step may follow a block's contribution."""
+        return not self.deferred and (not self.parts.count or self.parts.is_last(block))
+
+    def _agree_on_parts(self) -> None:
+        """Ranks may have different numbers of micro-batches: those with fewer add zeros.
+
+        Raises:
+            EngineStateError: a rank runs an ordinary backward meanwhile.
+        """
+        if self._announced is None:
+            return
+        rows = self._announced.wait()
+        self._announced = None
+        self._hear(rows)
+        for rank, row in enumerate(rows):
+            if int(row[0]) == _ROUND and not int(row[3]):
+                raise EngineStateError(
+                    f"rank {rank} runs a backward of one micro-batch while rank {self._control.rank} runs layer_first with "
+                    f"{self.parts.count}: call layer_first on every rank"
+                )
+        self.parts.count = max(int(row[3]) for row in rows)
 
     def _launch_copy(self, block: Block) -> None:
         """One rank: nothing to reduce, the gradients go straight to their tier."""
@@ -382,13 +454,14 @@ class GradientReducer:
             after=after,
         )
         self._last_copy = written
-        self._shards.commit(block, arrival, written, last=not self.deferred)
+        self._shards.commit(block, arrival, written, last=self._is_last(block))
 
     def _news(self, kind: int) -> Tensor:
         """What the other ranks must know: what comes next, whether sums are exact, and what was cleared."""
         cleared = sum(1 << optimizer for optimizer in self._unsaid_clears)
         self._unsaid_clears.clear()
-        return torch.tensor([kind, int(self._exact), cleared], dtype=torch.int64, device="cpu")
+        news = [kind, int(self._exact), cleared, self.parts.count]
+        return torch.tensor(news, dtype=torch.int64, device="cpu")
 
     def _hear(self, rows: Sequence[Tensor]) -> None:
         """Take the others' news in."""
@@ -447,7 +520,7 @@ class GradientReducer:
                 after=(written, *arrival.after),
             )
             staging.release(after=written)
-        self._shards.commit(block, arrival, written, last=not self.deferred)
+        self._shards.commit(block, arrival, written, last=self._is_last(block))
 
     def _bucket(self, block: Block, lease: Lease) -> Tensor:
         shards = block.layout.shards

@@ -12,7 +12,7 @@ a unit is released in backward as soon as the call before it is reached, without
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -56,10 +56,33 @@ class Call:
     Attributes:
         start: when it began, in events.
         end: when it ended; infinity while it runs.
+        part: which of the step's parts it is of (`sharding.lockstep`).
     """
 
     start: float
     end: float = math.inf
+    part: int = 0
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Track:
+    """Where one line of forwards stands.
+
+    Attributes:
+        clock: events so far.
+        calls: forwards that run.
+        inside: the same, as the hooks see it.
+        part: which part of a step this is, or which one a backward has reached.
+        follows: whether an earlier part has done the same since the last unit: then there is nothing to learn.
+        arrive: called before a forward enters units; whether they were brought here for several.
+    """
+
+    clock: float = 0.0
+    calls: list[Call] = field(default_factory=list[Call])
+    inside: list[Any] = field(default_factory=list[Any])
+    part: int = 0
+    follows: bool = False
+    arrive: Callable[[Sequence[Unit]], bool] | None = None
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -78,6 +101,9 @@ class Unit:
         task: autograd's number of the backward it was last needed in.
         foreseen: gathered on a guess, and not needed yet.
         versions: of the members' version counters when they were last shown.
+        is_shared: parts of a step go through it together.
+        is_kept: some of them have not been there yet.
+        outlasts: they need it again before any other.
     """
 
     index: int
@@ -91,6 +117,14 @@ class Unit:
     task: int = -1
     foreseen: bool = False
     versions: list[int] = field(default_factory=list[int])
+    is_shared: bool = False
+    is_kept: bool = False
+    outlasts: bool = False
+
+    @property
+    def stays(self) -> bool:
+        """Whether others hold it, and a view of its weights may outlive the forward that holds it too."""
+        return self.holds != 1 and not self.is_shared
 
     @property
     def is_released(self) -> bool:
@@ -176,8 +210,8 @@ class UnitGatherer:
         self._gathered: SlabPool | None = None
         self._predictor = OrderPredictor()
         self._last_event: tuple[int, Phase] | None = None
-        self._clock = 0.0
-        self._calls: list[Call] = []
+        self.track = Track()
+        """Where the forwards stand that run now."""
         self._guard = guard_of(self)
         self._here = UnitsHere()
         self._unit_of: dict[int, Unit] = {}
@@ -237,26 +271,29 @@ class UnitGatherer:
     @property
     def is_computing(self) -> bool:
         """Whether a module that was hooked is in its forward, or a backward runs."""
-        return bool(self._calls) or _backward_task() != -1
+        return bool(self.track.calls) or _backward_task() != -1
 
     # Forward -----------------------------------------------------------------------------------------------------
 
     def enter(self, units: Sequence[Unit]) -> Call:
         """A module's forward begins; its units are here when this returns."""
         task = _backward_task()
+        # With others: the units are here then.
+        together = task == -1 and self.track.arrive is not None and self.track.arrive(units)
         phase: Phase = (
             "backward" if task != -1 else "forward" if torch.is_grad_enabled() else "evaluation"
         )
         if task != -1:
             self._release_nested(task)
-        else:
+        elif not self.track.follows:
             self._release_kept(units)
-        call = Call(start=self._tick())
+        call = Call(start=self._tick(), part=self.track.part)
         for unit in units:
-            self._need(unit, phase)
+            if not together:
+                self._need(unit, phase)
             unit.anchor = call.start if task == -1 else _UNPLACED
             self.hold(unit)
-        self._calls.append(call)
+        self.track.calls.append(call)
         return call
 
     def leave(self, units: Sequence[Unit], call: Call) -> None:
@@ -266,14 +303,17 @@ class UnitGatherer:
             ParameterError: a weight was written to inside.
         """
         call.end = self._tick()
-        while self._calls and self._calls.pop() is not call:
+        calls = self.track.calls
+        while calls and calls.pop() is not call:
             pass  # A call whose end was not seen: an exception went through it.
         written: list[str] = []
         for unit in units:
             written += self.let_go(unit)
         if _backward_task() == -1:
             for unit in units:
-                if unit.holds == 0 and not self._is_next(unit):
+                if unit.is_kept:
+                    unit.outlasts = unit.outlasts if self.track.follows else self._is_next(unit)
+                elif not (unit.holds or self._is_next(unit)):
                     self.release(unit)
         if written:
             raise ParameterError(
@@ -284,17 +324,48 @@ class UnitGatherer:
     @property
     def current_call(self) -> Call:
         """The innermost forward; a call of its own where there is none."""
-        if self._calls:
-            return self._calls[-1]
+        if self.track.calls:
+            return self.track.calls[-1]
         now = self._tick()
-        return Call(start=now, end=now)
+        return Call(start=now, end=now, part=self.track.part)
+
+    def begin_lap(self, units: Sequence[Unit]) -> None:
+        """Several parts are about to enter these units: they stay until `end_lap`."""
+        self._release_kept(units)
+        for unit in units:
+            self._need(unit, "forward")
+            unit.is_shared, unit.is_kept, unit.outlasts = True, True, False
+
+    def end_lap(self, units: Sequence[Unit]) -> None:
+        """All parts have left the units, or are still inside."""
+        for unit in units:
+            unit.is_kept = False
+            if not (unit.holds or unit.outlasts):
+                self.release(unit)
+
+    def know_leaves(self, members: Iterable[ManagedParameter]) -> None:
+        """Take on the leaves of members; until `forget_leaves`."""
+        for member in members:
+            unit = self._unit_of.get(id(member.parameter))
+            if unit is not None:
+                self._unit_of.update((id(leaf), unit) for leaf in member.leaves)
+                self._name_of.update((id(leaf), member.name) for leaf in member.leaves)
+
+    def forget_leaves(self, members: Iterable[ManagedParameter]) -> None:
+        """The leaves of members go."""
+        for member in members:
+            for leaf in member.leaves:
+                self._unit_of.pop(id(leaf), None)
+                self._name_of.pop(id(leaf), None)
+        for unit in self.units:
+            unit.is_shared = False
 
     def hold(self, unit: Unit) -> None:
         """Show the weights of a unit that is here, until `let_go`."""
         unit.holds += 1
         if unit.holds == 1:
             for member in unit.members:
-                member.parameter.__class__ = nn.Parameter
+                member.become(nn.Parameter)
             unit.versions = [member.parameter._version for member in unit.members]
 
     def let_go(self, unit: Unit) -> list[str]:
@@ -314,9 +385,10 @@ class UnitGatherer:
 
     def passed(self, call: Call, needed: Unit | None = None) -> None:
         """A backward runs a node that was made in `call`: release the units of younger calls, but not `needed`."""
+        self.track.part = call.part
         for other in self._here.units():
             passed = other.anchor > call.end and not other.foreseen
-            if passed and other is not needed and not other.holds:
+            if passed and other is not needed and not (other.holds or other.is_kept):
                 self.release(other)
 
     def reached(self, call: Call, unit: Unit) -> None:
@@ -358,7 +430,7 @@ class UnitGatherer:
             phase: Phase = "backward" if _backward_task() != -1 else "forward"
             with undisturbed():
                 self._need(unit, phase)
-            unit.anchor = self._clock
+            unit.anchor = self.track.clock
 
     def discard(self, parameters: Sequence[Tensor]) -> None:
         """Drop weights that were written to outside `full_params`."""
@@ -414,9 +486,10 @@ class UnitGatherer:
 
     def reset(self) -> None:
         """After an exception: forget calls and holds, release everything, whatever state it is in."""
-        self._calls.clear()
+        self.track = Track(clock=self.track.clock)
         for unit in self.units:
             unit.holds = 0
+            unit.is_kept = False
             for ticket in unit.tickets:
                 ticket.settle()
             if unit.tickets:
@@ -446,7 +519,7 @@ class UnitGatherer:
 
     def _need(self, unit: Unit, phase: Phase) -> None:
         event = (unit.index, phase)
-        is_new = event != self._last_event
+        is_new = event != self._last_event and not self.track.follows
         if is_new:
             self._predictor.observe(event)
             self._last_event = event
@@ -502,7 +575,7 @@ class UnitGatherer:
     def _release_kept(self, wanted: Sequence[Unit]) -> None:
         """Units that stayed on a wrong guess, or were borrowed: another one is needed now."""
         for unit in self._here.units():
-            if not (unit.holds or unit.foreseen or unit in wanted):
+            if not (unit.holds or unit.is_kept or unit.foreseen or unit in wanted):
                 self.release(unit)
 
     def _await(self, unit: Unit) -> None:
@@ -513,7 +586,7 @@ class UnitGatherer:
 
     def _hide(self, unit: Unit) -> None:
         for member in unit.members:
-            member.parameter.__class__ = self._guard
+            member.become(self._guard)
 
     def _gather(self, unit: Unit) -> None:
         if torch.jit.is_tracing():
@@ -646,8 +719,8 @@ class UnitGatherer:
             self._last_event = None
 
     def _tick(self) -> float:
-        self._clock += 1.0
-        return self._clock
+        self.track.clock += 1.0
+        return self.track.clock
 
 
 def _backward_task() -> int:

@@ -10,7 +10,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,6 +27,9 @@ from zero_plugin.sharding.guard import (
     storage_key,
 )
 from zero_plugin.sharding.parameters import ManagedParameter
+from zero_plugin.sharding.surroundings import hook_stack
+from zero_plugin.sharding.surroundings import undisturbed as undisturbed  # noqa: PLC0414 - for others
+from zero_plugin.sharding.surroundings import untraced as untraced  # noqa: PLC0414 - for others
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -177,7 +180,12 @@ def check_unmanaged(managed: ManagedParameter) -> None:
 def is_managed(parameter: nn.Parameter) -> bool:
     """Whether the gradients of a parameter go to a live engine."""
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return any(isinstance(hook, _AfterAccumulate) for hook in hooks.values())
+    return any(is_own_hook(hook) for hook in hooks.values())
+
+
+def is_own_hook(hook: object) -> bool:
+    """Whether a hook is what hands an engine its gradients."""
+    return isinstance(hook, _AfterAccumulate)
 
 
 class _ModuleHook(functools.partial[Any]):
@@ -287,6 +295,9 @@ class UnitKeeper(Protocol):
 
     saver: Any
 
+    track: Any
+    """Holds `inside`, a list of the forwards that run: module, units, what `enter` returned, whether hooks were put on."""
+
     @property
     def members(self) -> Mapping[int, tuple[Any, ManagedParameter]]:
         """Units and parameters by the identity of the parameter's memory."""
@@ -373,7 +384,7 @@ class SavedWeights:
 
     def push(self) -> bool:
         """Put the hooks on top; False where they are already."""
-        native = _hook_stack()
+        native = hook_stack()
         below = native._top_saved_tensors_default_hooks(True)  # noqa: FBT003 - a builtin
         if below is not None and getattr(below[0], "saved_weights", None) is self:
             return False
@@ -384,7 +395,7 @@ class SavedWeights:
     @staticmethod
     def pop() -> None:
         """Take the hooks off the top."""
-        _hook_stack()._pop_saved_tensors_default_hooks()
+        hook_stack()._pop_saved_tensors_default_hooks()
 
     def _make_hooks(self, below: Any) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         members, keeper = self._keeper.members, self._keeper
@@ -463,7 +474,6 @@ class UnitHooks:
         self._keeper = keeper
         self.saved = SavedWeights(keeper, before_unpack)
         self._handles: list[RemovableHandle] = []
-        self._inside: list[tuple[nn.Module, Sequence[Any], Any, bool]] = []
         keeper.saver = self.saved
 
     def attach(self, module: nn.Module, units: Sequence[Any]) -> None:
@@ -489,14 +499,14 @@ class UnitHooks:
         grad = torch.is_grad_enabled()
         with undisturbed(), torch.set_grad_enabled(grad):
             call = self._keeper.enter(units)
-        self._inside.append((module, units, call, bool(units) and self.saved.push()))
+        self._keeper.track.inside.append((module, units, call, bool(units) and self.saved.push()))
 
     def leave(self, module: nn.Module, output: Any) -> Any:
         """A forward ended, well or not; returns its output, with copies instead of views of weights that go."""
-        if not any(item[0] is module for item in self._inside):
+        if not any(item[0] is module for item in self._keeper.track.inside):
             return output  # It did not begin: an earlier hook raised.
         while True:
-            inside, units, call, pushed = self._inside.pop()
+            inside, units, call, pushed = self._keeper.track.inside.pop()
             if units:
                 output = self._keep_apart(output)
             if pushed:
@@ -513,7 +523,7 @@ class UnitHooks:
             if isinstance(item, ReleasedParameter):
                 return item
             found = members.get(storage_key(item))
-            if found is None or found[1].parameter is item or found[0].holds != 1:
+            if found is None or isinstance(item, nn.Parameter) or found[0].stays:
                 return item
             return copy_to_read(item)
 
@@ -604,7 +614,7 @@ class InputHooks:
         local.depth -= 1
         if local.depth == 0:
             local.holder = None
-            _hook_stack()._pop_saved_tensors_default_hooks()
+            hook_stack()._pop_saved_tensors_default_hooks()
 
     @contextmanager
     def active(self) -> Generator[None]:
@@ -623,7 +633,7 @@ class InputHooks:
         self._handles.clear()
 
     def _push(self) -> bool:
-        native, keeper = _hook_stack(), self._keeper()
+        native, keeper = hook_stack(), self._keeper()
         if keeper is None or not torch.is_grad_enabled():
             return False
         if torch._C._current_graph_task_id() != -1 or not native._saved_tensors_hooks_is_enabled():
@@ -682,48 +692,10 @@ def check_version(tensor: Tensor, version: int, shape: torch.Size | None = None)
         )
 
 
-def _hook_stack() -> Any:
-    """Where autograd keeps its saved-tensor hooks."""
-    native: Any = torch._C
-    return native._autograd
-
-
 def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Inlined into a compiled forward, the function would be traced."""
     disabled: Any = torch.compiler.disable(function)
     return disabled
-
-
-@contextmanager
-def untraced() -> Generator[None]:
-    """Keep Dynamo from compiling what runs inside.
-
-    What `torch.compiler.disable` does, without importing Dynamo where nobody uses it.
-    """
-    native: Any = torch._C
-    frames = native._dynamo.eval_frame
-    before = frames.set_eval_frame(None)
-    try:
-        yield
-    finally:
-        frames.set_eval_frame(before)
-
-
-@contextmanager
-def undisturbed() -> Generator[None]:
-    """Work on tensors as if no user code were around: no autograd, no tracing, no modes of the dispatcher.
-
-    A selective checkpoint is such a mode: it would record our operations in forward and miss them when it recomputes.
-    """
-    native: Any = torch._C
-    with (
-        untraced(),
-        torch.inference_mode(mode=False),
-        torch.no_grad(),
-        native._DisableTorchDispatch(),  # noqa: SLF001
-        native.DisableTorchFunction(),
-    ):
-        yield
 
 
 def before_forwards(module: nn.Module, action: Callable[[], None]) -> RemovableHandle:
@@ -733,6 +705,15 @@ def before_forwards(module: nn.Module, action: Callable[[], None]) -> RemovableH
         action()
 
     return module.register_forward_pre_hook(_not_compiled(before))
+
+
+def after_accumulation(
+    leaf: Tensor, action: Callable[[], None], before: Iterable[Callable[..., Any]]
+) -> None:
+    """Have `action` called whenever autograd has accumulated a gradient into a leaf, and hooks `before` on the gradient."""
+    for hook in before:
+        leaf.register_hook(hook)
+    leaf.register_post_accumulate_grad_hook(lambda _: action())
 
 
 def bump_versions(parameters: Sequence[nn.Parameter]) -> None:

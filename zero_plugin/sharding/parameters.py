@@ -37,6 +37,7 @@ class ManagedParameter:
         alias: flat tensor over the parameter's storage with a version counter of its own, so that publishing does not
             look like a write of the user's.
         shape: shape when it was taken on.
+        leaves: other leaves of autograd on the same memory, for the parts of a step (`sharding.leaves`).
     """
 
     index: int
@@ -46,6 +47,7 @@ class ManagedParameter:
     unit: int = RESIDENT
     alias: Tensor = field(init=False)
     shape: tuple[int, ...] = field(init=False)
+    leaves: list[Tensor] = field(default_factory=list[Tensor])
 
     def __post_init__(self) -> None:
         """Take the first alias."""
@@ -66,14 +68,22 @@ class ManagedParameter:
     def moved(self) -> bool:
         """Whether `parameter.data` was replaced since the alias was made."""
         with torch._C.DisableTorchFunctionSubclass():
-            return self.alias.data_ptr() != self.parameter.data_ptr()
+            place = self.alias.data_ptr()
+            return any(place != item.data_ptr() for item in (self.parameter, *self.leaves))
+
+    def become(self, kind: Any) -> None:
+        """Exchange the class of the parameter and of its leaves."""
+        self.parameter.__class__ = kind
+        for leaf in self.leaves:
+            leaf.__class__ = kind
 
     def restore_data(self) -> bool:
         """Point the parameter at its own storage again; True if `parameter.data` was replaced."""
         if not self.moved:
             return False
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            self.parameter.data = self.alias.view(self.shape)
+            for item in (self.parameter, *self.leaves):
+                item.data = self.alias.view(self.shape)
         return True
 
     def empty(self) -> bool:
@@ -88,12 +98,13 @@ class ManagedParameter:
             torch.no_grad(),
         ):
             storage = self.alias.untyped_storage()
-            if native._storage_Use_Count(storage._cdata) <= _OWN_USERS:  # noqa: SLF001
+            if native._storage_Use_Count(storage._cdata) <= _OWN_USERS + len(self.leaves):  # noqa: SLF001
                 storage.resize_(0)
                 return True
             parameter = self.parameter
             fresh = torch.empty(self.numel, dtype=parameter.dtype, device=parameter.device)
-            parameter.data = fresh.view(self.shape)
+            for item in (parameter, *self.leaves):
+                item.data = fresh.view(self.shape)
             self.alias = fresh
             fresh.untyped_storage().resize_(0)
             return False
