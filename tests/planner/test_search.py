@@ -200,6 +200,24 @@ def test_more_host_memory_is_never_slower() -> None:
         before = found.best.seconds
 
 
+def test_a_device_with_room_keeps_part_of_the_hosts_states() -> None:
+    model = {"model_type": "gpt2", "n_embd": 1024, "n_layer": 8, "n_head": 16}
+    options: dict[str, Any] = {"hardware": "rtx-4090", "batch": 1, "seq": 128, "optimizer": "host"}
+    found = plan(model, **options, gpu="3GB", alternatives=0)
+    plain = plan(model, **options, gpu="3GB", alternatives=0, device_fraction=0.0)
+    assert found.best is not None
+    assert plain.best is not None
+    assert found.config is not None
+    fraction = found.best.choice.fraction
+    assert 0 < fraction == found.config.device_fraction
+    assert found.best.seconds < plain.best.seconds
+    # What lies on the device does not lie on the host.
+    moved = fraction * 14 * found.load.trainable
+    host = plain.best.peak["host"] - found.best.peak["host"]
+    assert 0.7 * moved <= host <= 1.3 * moved
+    assert found.best.peak["device"] <= found.limits.device
+
+
 def test_nothing_fits_is_said_with_what_would_help() -> None:
     found = plan(make_gpt(), batch=1, hardware="rtx-4090", gpu="632MB", host=1000, nvme_size=1000)
     assert not found.fits

@@ -27,6 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stage 1, nvme": {"stage": 1, **FILES},
     "stage 2, device": {"stage": 2, **DEVICE},
     "stage 2, host": {"stage": 2},
+    "stage 2, half on the device": {"stage": 2, "device_fraction": 0.5, "bucket_bytes": 65536},
     "stage 2, optimizer host, gradients device": {"stage": 2, "gradients": "device"},
     "stage 2, nvme": {"stage": 2, **FILES},
     "stage 3, device": {"stage": 3, **DEVICE},

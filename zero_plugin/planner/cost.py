@@ -61,6 +61,7 @@ class Choice:
         delayed: whether an update runs beside the next step's computation.
         split: whether the master is kept as a remainder beside bf16 weights.
         cached: part of the states on files that stays in host memory.
+        fraction: part of the host's states that stays on the device and is updated there.
     """
 
     stage: int
@@ -74,6 +75,7 @@ class Choice:
     delayed: bool = False
     split: bool = False
     cached: float = 0.0
+    fraction: float = 0.0
 
     def settings(self) -> dict[str, Any]:
         """As `ZeroConfig` fields; paths and limits are the planner's to add."""
@@ -90,6 +92,8 @@ class Choice:
             found["delayed_update"] = True
         if self.split:
             found["split_master"] = True
+        if self.fraction:
+            found["device_fraction"] = self.fraction
         return found
 
     @property
@@ -276,7 +280,7 @@ class _Terms:
         self._checkpoints(seconds, moved, out=False)
         self._reduce(seconds, share)
         width = load.gradient if choice.stage >= 2 or load.accumulate == 1 else 4
-        landed = share * width * self._own
+        landed = share * width * self._own * (1 - choice.fraction)
         if choice.gradients != "device":
             _add(seconds, DOWN, landed / hardware.link_down)
         elif self._ranks == 1:
@@ -304,7 +308,9 @@ class _Terms:
             _add(seconds, DEVICE_UPDATE, traffic / hardware.device_bandwidth)
         else:
             name = DEVICE_UPDATE if choice.optimizer == "device" else HOST_UPDATE
-            _add(seconds, name, traffic * hardware.devices / hardware.update)
+            there = 0.0 if hardware.device_is_host else choice.fraction
+            _add(seconds, name, (1 - there) * traffic * hardware.devices / hardware.update)
+            _add(seconds, DEVICE_UPDATE, there * traffic / hardware.device_bandwidth)
         self._move_gradients(seconds, moved, own)
         fixed = hardware.step_seconds + self._blocks * hardware.launch_seconds / 2
         if choice.optimizer == "nvme":
@@ -343,7 +349,7 @@ class _Terms:
         if choice.optimizer == "device" and choice.gradients != "device":
             _add(seconds, UP, width * own / hardware.link_up)
         if choice.optimizer != "device" and choice.gradients == "device":
-            _add(seconds, DOWN, width * own / hardware.link_down)
+            _add(seconds, DOWN, (1 - choice.fraction) * width * own / hardware.link_down)
 
     def _publish(self, seconds: dict[str, float], moved: dict[str, float], own: float) -> None:
         choice, load, hardware = self._choice, self._load, self._hardware
@@ -351,9 +357,11 @@ class _Terms:
         if choice.params == "nvme":
             moved[WRITE] += new
         if choice.optimizer != "device" and choice.params == "device":
-            _add(seconds, UP, new / hardware.link_up)
+            _add(seconds, UP, (1 - choice.fraction) * new / hardware.link_up)
         if choice.optimizer == "device" and choice.params != "device":
             _add(seconds, DOWN, new / hardware.link_down)
+        elif choice.params == "host":
+            _add(seconds, DOWN, choice.fraction * new / hardware.link_down)
         if choice.stage in (1, 2) and self._ranks > 1:
             whole = load.element * load.trainable
             sent = whole * (self._ranks - 1) / self._ranks

@@ -17,7 +17,15 @@ from zero_plugin.planner.advice import advice_for
 from zero_plugin.planner.cost import Choice, Load
 from zero_plugin.planner.dry import DryModel, meta_twin
 from zero_plugin.planner.models import DTYPES, Source, load
-from zero_plugin.planner.search import Candidate, Limits, Search, Task, with_cache
+from zero_plugin.planner.search import (
+    Candidate,
+    Limits,
+    Search,
+    Task,
+    dislike,
+    with_cache,
+    with_fraction,
+)
 from zero_plugin.planner.workload import (
     Activity,
     Batch,
@@ -32,7 +40,12 @@ if TYPE_CHECKING:
 
 _CHOICES = {item.name for item in fields(Choice)}
 
-_PINS = {"prefetch_units": "prefetch", "delayed_update": "delayed", "split_master": "split"}
+_PINS = {
+    "prefetch_units": "prefetch",
+    "delayed_update": "delayed",
+    "split_master": "split",
+    "device_fraction": "fraction",
+}
 """`ZeroConfig` fields that `Choice` has under a shorter name."""
 
 _BUCKET = str(ZeroConfig.bucket_bytes)
@@ -160,14 +173,19 @@ def _choose(task: Task, source: Source, batch: Batch, alternatives: int) -> Plan
             lacking=lacking,
             advice=advice_for(task, choice, lacking),
         )
-    best, cache = with_cache(kept[0], task)
+    best, *others = sorted((with_fraction(item, task) for item in kept), key=_cost)
+    best, cache = with_cache(best, task)
     return Plan(
         **shared,
         best=best,
         config=task.config(best.choice, cache=cache),
-        others=tuple(kept[1:]),
+        others=tuple(others),
         advice=advice_for(task, best.choice, {}),
     )
+
+
+def _cost(candidate: Candidate) -> float:
+    return candidate.seconds * (1 + dislike(candidate.choice))
 
 
 def _source(model: nn.Module | str | Path | Mapping[str, Any], dtype: Any) -> Source:

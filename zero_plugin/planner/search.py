@@ -20,6 +20,11 @@ from zero_plugin.planner.simulate import simulate
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
 _PREFETCH = (1, 2, 0, 4)
 _LOSS_TILES = (1, 8)
+_FRACTIONS = tuple(step / 16 for step in range(1, 16))
+"""Of the host's states that a device may keep."""
+
+_TRIALS = 3
+
 _COARSE = 12
 """Units that placements are compared with; what is chosen is simulated with its own number."""
 
@@ -163,6 +168,8 @@ def _is_sensible(choice: Choice, task: Task) -> bool:
             return False
     if choice.optimizer == "device" and (choice.delayed or choice.split):
         return False
+    if choice.fraction and (choice.optimizer != "host" or choice.gradients == "nvme"):
+        return False
     return not (choice.split and choice.delayed)
 
 
@@ -174,8 +181,10 @@ def estimate(choice: Choice, task: Task) -> dict[str, float]:
     weights = load.element * load.parameters
     found[choice.params] += weights / (ranks if choice.stage == 3 else 1)
     aliased = load.element == 4 and choice.optimizer == choice.params != "nvme"
-    found[choice.optimizer] += (4 * (load.states - aliased) - 2 * choice.split) * own
-    found[choice.gradients] += load.gradient * own
+    kept = (4 * (load.states - aliased) - 2 * choice.split) * own
+    found[choice.optimizer] += (1 - choice.fraction) * kept
+    found[choice.gradients] += (1 - choice.fraction) * load.gradient * own
+    found["device"] += choice.fraction * (kept + load.gradient * own)
     found["device"] += _buffers(choice, task)
     for tier, nbytes in activation_bytes(choice, load).items():
         found[tier] += nbytes
@@ -287,7 +296,7 @@ class Search:
                 continue
             seconds = simulate(choice, task.load, task.hardware, most_units=_COARSE)
             if seconds < float("inf"):
-                timed.append((seconds * (1 + _dislike(choice)), choice))
+                timed.append((seconds * (1 + dislike(choice)), choice))
         timed.sort(key=lambda item: item[0])
         return [choice for _, choice in timed]
 
@@ -371,11 +380,47 @@ def with_cache(candidate: Candidate, task: Task) -> tuple[Candidate, int]:
     )
 
 
+def with_fraction(candidate: Candidate, task: Task) -> Candidate:
+    """Use device memory that is left for part of the host's states, where that part's update there makes the step shorter."""
+    choice = candidate.choice
+    if (
+        choice.optimizer != "host"
+        or choice.gradients == "nvme"
+        or choice.split
+        or task.hardware.device_is_host
+        or {"fraction", "device_fraction"} & {*task.pinned, *task.settings}
+    ):
+        return candidate
+    timed = [
+        (simulate(more, task.load, task.hardware), more)
+        for more in (replace(choice, fraction=fraction) for fraction in _FRACTIONS)
+        if not shortage(estimate(more, task), task.limits, task.hardware)
+    ]
+    better = [item for item in timed if item[0] < 0.995 * candidate.seconds]
+    for seconds, more in sorted(better, key=lambda item: item[0])[:_TRIALS]:
+        try:
+            footprint = task.model.footprint(
+                task.config(more), task.hardware.world_size, accumulate=task.load.accumulate
+            )
+        except (ConfigError, BudgetError):
+            continue
+        peak = peak_of(more, footprint, task.load)
+        if not shortage(peak, task.limits, task.hardware):
+            return Candidate(
+                choice=more,
+                seconds=seconds,
+                price=price(more, task.load, task.hardware),
+                peak=peak,
+                footprint=footprint,
+            )
+    return candidate
+
+
 def _state_tiers(choice: Choice) -> tuple[Tier, ...]:
     return (choice.params, choice.optimizer, choice.gradients)
 
 
-def _dislike(choice: Choice) -> float:
+def dislike(choice: Choice) -> float:
     """A little for everything a user has to do or to know, so that it is asked for only where it pays."""
     tiers = (*_state_tiers(choice), choice.activations)
     return (
@@ -383,6 +428,7 @@ def _dislike(choice: Choice) -> float:
         + 0.004 * (choice.loss_tiles > 1)
         + 0.01 * choice.delayed
         + 0.002 * choice.split
+        + 0.001 * (choice.fraction > 0)
         + 0.001 * choice.stage
         + 0.001 * sum(TIERS.index(tier) for tier in tiers)
         + 0.0005 * abs(choice.prefetch - _PREFETCH[0])

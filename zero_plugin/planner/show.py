@@ -101,6 +101,7 @@ def _also(item: Candidate) -> str:
         *([f"prefetch {choice.prefetch}"] if choice.stage == 3 and choice.prefetch != 1 else []),
         *([f"loss in {choice.loss_tiles} pieces"] if choice.loss_tiles > 1 else []),
         *([f"{choice.cached:.0%} of the states cached"] if choice.cached else []),
+        *([f"{choice.fraction:.0%} of them on the device"] if choice.fraction else []),
     ]
     return f" ({', '.join(said)})" if said else ""
 
