@@ -39,6 +39,7 @@ ENGINE_METHODS = {
     *("backward", "step", "zero_grad", "clip_grad_norm_", "no_sync", "full_params", "full_grads"),
     *(
         "drain",
+        "layer_first",
         "save_checkpoint",
         "load_checkpoint",
         "full_state_dict",
