@@ -36,6 +36,7 @@ def configs() -> dict[str, Any]:
     return {
         "lora": LoraConfig(**lora, init_lora_weights=False, modules_to_save=["lm_head"]),
         "dora": LoraConfig(**lora, use_dora=True),
+        "tokens": LoraConfig(**lora, init_lora_weights=False, trainable_token_indices=[2, 5, 7]),
         "prompt": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
     }
 
@@ -62,7 +63,7 @@ def adapters(rank: int, size: int, folder: Path) -> None:
     from safetensors.torch import load_file
 
     plain_process()
-    for kind in ("lora", "dora", "prompt") if size == 1 else ("lora",):
+    for kind in ("lora", "dora", "tokens", "prompt") if size == 1 else ("lora",):
         place = folder / kind
         stock = collect(train(None, kind, place / "stock"))
         for settings in STAGES[1::2]:
