@@ -367,7 +367,7 @@ def make(
         accelerator.scaler = None
         if config.loss_scale is None:
             config = dataclasses.replace(config, loss_scale="dynamic")
-    accelerator._zero = Prepared(config)  # noqa: SLF001
+    accelerator._zero = Prepared(config, plugin.options)  # noqa: SLF001
     accelerator.__class__ = class_over(ZeroAccelerator, type(accelerator))
 
 

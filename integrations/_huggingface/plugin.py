@@ -19,6 +19,12 @@ CheckpointForm = Literal["auto", "file", "folder"]
 beside the library's other files. `auto`: folders at stage 3 and with a delayed update."""
 
 
+_OF_A_PLAN = frozenset(
+    {"batch", "seq", "accumulate", "nvme", "nvme_size", "gpu", "host", "hardware", "checkpointing"}
+)
+"""Options of a plan that are no settings."""
+
+
 class ZeroOffloadPlugin:
     """Selects zero-plugin: `Accelerator(zero_plugin=ZeroOffloadPlugin(stage=2))`.
 
@@ -27,6 +33,8 @@ class ZeroOffloadPlugin:
         checkpoint: what `save_state` and the Trainer's checkpoints hold: `file` for full tensors in the library's own files,
             `folder` for shards, which every rank writes and any number of ranks reads; `auto` for shards at stage 3 and with a
             delayed update.
+        auto: choose the placement when a model and its optimizers are prepared, by what this machine measures; every setting
+            that is given is fixed, and options of `zero_plugin.plan` (batch, seq, accumulate, nvme, limits) may be among them.
         **settings: or the fields of `ZeroConfig`.
 
     Raises:
@@ -42,12 +50,21 @@ class ZeroOffloadPlugin:
         config: ZeroConfig | None = None,
         *,
         checkpoint: CheckpointForm = "auto",
+        auto: bool = False,
         **settings: Any,
     ) -> None:
         if config is not None and settings:
             raise ConfigError(
                 f"a whole config and single settings ({', '.join(settings)}) were given: pass one or the other"
             )
+        if auto and config is not None:
+            raise ConfigError("auto=True and a whole config were given: pass one or the other")
+        self.options: dict[str, Any] | None = dict(settings) if auto else None
+        """Of the plan; None where nothing is planned."""
+        if auto:
+            settings = {key: value for key, value in settings.items() if key not in _OF_A_PLAN}
+            if "nvme" in settings.values():
+                settings.setdefault("nvme_path", self.options.get("nvme") if self.options else None)
         self.config = ZeroConfig.from_dict(settings) if config is None else config
         if not isinstance(self.config, ZeroConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
@@ -88,6 +105,8 @@ class ZeroOffloadPlugin:
     def settings(self) -> dict[str, Any]:
         """The stage and everything that is not at its default, as plain JSON values."""
         form = {} if self.checkpoint == "auto" else {"checkpoint": self.checkpoint}
+        if self.options is not None:
+            return {"auto": True, **self.options, **form}
         return {**changed_settings(self.config), **form}
 
     def __repr__(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from zero_plugin.optim.facade import FacadeMixin
 from zero_plugin.sharding.hooks import before_forwards
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Sequence
+    from collections.abc import Generator, Iterable, Mapping, Sequence
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -50,10 +51,12 @@ class Prepared:
 
     Args:
         config: of every engine.
+        plan: options of a plan, where the first engine's model decides the placement.
     """
 
-    def __init__(self, config: ZeroConfig) -> None:
+    def __init__(self, config: ZeroConfig, plan: Mapping[str, Any] | None = None) -> None:
         self.config = config
+        self._plan = plan
         self.engines: list[ZeroEngine] = []
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
@@ -195,6 +198,17 @@ class Prepared:
         model = models[0] if len(models) == 1 else Together(models)
         self._models = [m for m in self._models if not any(m is taken for taken in models)]
         self._optimizers = [o for o in self._optimizers if not any(o is t for t in optimizers)]
+        if self._plan is not None:
+            options, self._plan = self._plan, None
+            from zero_plugin.planner.auto import auto_config
+
+            planned = auto_config(model, **{"rule": optimizers[0], **options})
+            # What Accelerate's own settings asked for stays.
+            self.config = dataclasses.replace(
+                planned,
+                broadcast_buffers=self.config.broadcast_buffers,
+                loss_scale=planned.loss_scale or self.config.loss_scale,
+            )
         engine = ZeroEngine(model, optimizers, self.config)
         self.engines.append(engine)
         self._generation.extend(keep_in_step(engine))

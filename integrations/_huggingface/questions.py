@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _TIERS = ("device", "host", "nvme")
+_AUTO = 4
+"""The answer after stage 3."""
+
 _TIER_WORDS = ["the device (GPU memory)", "host memory", "files on a fast local disk"]
 
 
@@ -48,11 +51,15 @@ def ask(config: Any, module: ModuleType) -> Any:
                 "optimizer states (stage 1)",
                 "optimizer states and gradients (stage 2)",
                 "optimizer states, gradients and parameters (stage 3)",
+                "what this machine's measurements say, tiers too (auto)",
             ],
             lambda number: int(number) + 1,
             default=1,
         )
     }
+    if settings["stage"] == _AUTO:
+        setattr(config, BLOCK, {"auto": True})
+        return config
     if settings["stage"] == 3:
         settings["params"] = options(
             "Where should the shards of the parameters lie?", _TIER_WORDS, _tier, default=0

@@ -74,6 +74,16 @@ def stock_answers() -> tuple[list[Any], list[str]]:
     return [0, 0, 0], ["yes", "no", "no"]
 
 
+def test_config_offers_what_measurements_say(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    choices, texts = stock_answers()
+    place = tmp_path / "a.yaml"
+    text = ask(monkeypatch, place, choices=[*choices, 3], texts=[*texts, "yes"])
+    assert yaml.safe_load(text)[BLOCK] == {"auto": True}
+    assert getattr(read(place), BLOCK) == {"auto": True}
+
+
 def test_config_asks_and_writes_the_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     choices, texts = stock_answers()
     text = ask(

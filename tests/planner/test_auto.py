@@ -60,6 +60,31 @@ def test_bad_options_are_refused(measured: Path) -> None:
         ZeroConfig.auto(make_gpt(), nonfinit="raise")
 
 
+def test_accelerates_plugin_plans_when_a_model_is_prepared(measured: Path) -> None:
+    from zero_plugin.integrations._huggingface.plugin import ZeroOffloadPlugin
+    from zero_plugin.integrations._huggingface.prepared import Prepared
+
+    given = ZeroOffloadPlugin(auto=True, batch=2, seq=12, optimizer="host", nonfinite="raise")
+    carried = ZeroOffloadPlugin.from_environment(given.to_environment())
+    assert carried == given
+    assert carried.options == {"batch": 2, "seq": 12, "optimizer": "host", "nonfinite": "raise"}
+    prepared = Prepared(carried.config, carried.options)
+    model = make_gpt()
+    prepared.add_model(model)
+    prepared.add_optimizer(torch.optim.AdamW(model.parameters()))
+    prepared.settle_complete()
+    (engine,) = prepared.engines
+    try:
+        assert (engine.config.optimizer, engine.config.nonfinite) == ("host", "raise")
+        assert prepared.config == engine.config
+    finally:
+        engine.close()
+    with pytest.raises(ConfigError, match="pass one or the other"):
+        ZeroOffloadPlugin(ZeroConfig(), auto=True)
+    with pytest.raises(ConfigError, match="nonfinit"):
+        ZeroOffloadPlugin(auto=True, nonfinit="raise")
+
+
 def two_ranks(rank: int, size: int, home: str) -> ZeroConfig:
     """In a rank: both plan together, rank 1 without a measurement of its own."""
     cache_folder = Path(home)
