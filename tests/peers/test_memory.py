@@ -179,8 +179,19 @@ def test_12_and_13_neither_start_nor_step_needs_room_for_a_second_copy(
 # 16: a fraction of the states ---------------------------------------------------------------------------------------
 
 
-def test_16_a_fraction_is_refused_and_not_rounded() -> None:
-    """16: `ratio` moved in two jumps only. A fractional placement is not in this version, and is said so."""
+def test_16_a_fraction_moves_by_blocks_and_is_never_exceeded() -> None:
+    """16: `ratio` moved in two jumps only."""
+    kept: list[int] = []
+    for tenths in range(11):
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(10)))
+        settings = {"bucket_bytes": 256, "device_fraction": tenths / 10}
+        with engine_for(model, **settings) as (engine, _):
+            kept.append(engine.memory()["device"]["moments"])
+    assert kept == [tenths * 64 * 8 for tenths in range(11)]
+
+
+def test_16_other_spellings_of_a_fraction_are_refused() -> None:
+    """16: nothing is rounded or left out quietly."""
     for value in (0.5, "50%", {"host": 0.5}):
         with pytest.raises(ConfigError, match="optimizer="):
             ZeroConfig(optimizer=value)  # type: ignore[arg-type]
