@@ -104,7 +104,7 @@ def timed(step: Any, *arguments: Any) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=512, help="of a batch")
+    parser.add_argument("--rows", type=int, default=512, help="of a batch, all processes together")
     parser.add_argument("--steps", type=int, default=7, help="that are counted")
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--shape", action="append", choices=list(SHAPES), help="default: all")
@@ -112,14 +112,14 @@ def main() -> None:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size > 1:
         dist.init_process_group("gloo")
+    args.rows //= size
     torch.set_num_threads(threads_of(size))
     rank = dist.get_rank() if size > 1 else 0
-    # Pages of earlier engines are mapped already, as in a long run.
     with tempfile.TemporaryDirectory() as folder:
         fixed = measure_overheads(Path(folder))
         if rank == 0:
             shown = ", ".join(f"{key} {value * 1e3:.2f} ms" for key, value in fixed.items())
-            print(f"{size} processes, {args.rows} rows, fp32 weights; {shown}\n")
+            print(f"{size} processes, {args.rows} rows each, fp32 weights; {shown}\n")
             print(
                 "| shape | placement | predicted / measured MiB: device | host | nvme | predicted / measured ms | ratio |"
             )

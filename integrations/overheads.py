@@ -22,7 +22,7 @@ _WIDTH = 16
 _LAYERS = 24
 _FEW = 4
 _WARM_UP = 3
-_STEPS = 9
+_STEPS = 7
 _ROUNDS = 2
 
 

@@ -172,7 +172,7 @@ def _open_store(config: ZeroConfig, group: ProcessGroup, ledger: Ledger) -> Nvme
         failure = error
     if store is not None and group.rank == 0:
         for path in store.describe().paths:
-            warn_of_disk(path.path, path.file_system)
+            warn_of_disk(path.path, path.file_system, path.read_mb)
     opened = torch.tensor([failure is None], dtype=torch.int64, device="cpu")
     rows = group.exchange(opened, label="files of the nvme tier")
     if failure is not None:

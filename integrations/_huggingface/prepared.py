@@ -202,7 +202,8 @@ class Prepared:
             options, self._plan = self._plan, None
             from zero_plugin.planner.auto import auto_config
 
-            planned = auto_config(model, **{"rule": optimizers[0], **options})
+            given: dict[str, Any] = {"rule": optimizers[0], **options}
+            planned = auto_config(model, **given)
             # What Accelerate's own settings asked for stays.
             self.config = dataclasses.replace(
                 planned,

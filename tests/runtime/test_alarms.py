@@ -108,7 +108,8 @@ def test_a_spinning_disk_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (queue / "rotational").write_text(said + "\n")
         assert is_spinning(tmp_path, tmp_path) is (said == "1")
     monkeypatch.setattr("zero_plugin.runtime.alarms.is_spinning", lambda path: True)
-    assert "spinning" in (disk_trouble(tmp_path, "ext4") or "")
+    assert "spinning" in (disk_trouble(tmp_path, "ext4", 180.0) or "")
+    assert disk_trouble(tmp_path, "ext4", 2000.0) is None
 
 
 def test_an_engine_asks_at_each_step_and_at_its_start(
@@ -116,7 +117,7 @@ def test_an_engine_asks_at_each_step_and_at_its_start(
 ) -> None:
     told: list[Any] = []
     monkeypatch.setattr(
-        "zero_plugin.resources.warn_of_disk", lambda path, kind: told.append((path, kind))
+        "zero_plugin.resources.warn_of_disk", lambda path, kind, rate: told.append((path, kind))
     )
     model = TinyMLP()
     with engine_for(model, optimizer="nvme", nvme_path=tmp_path) as (engine, optimizer):

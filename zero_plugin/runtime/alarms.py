@@ -39,17 +39,25 @@ _STALLED = 0.25
 _LITTLE = 0.05
 """Of the machine's memory."""
 
+_FASTEST_SPINNING_MB = 400
+
 _GIB = 2**30
 
 
-def disk_trouble(path: Path, file_system: str) -> str | None:
-    """What is wrong with a folder of the `nvme` tier, or None."""
+def disk_trouble(path: Path, file_system: str, read_mb: float | None = None) -> str | None:
+    """What is wrong with a folder of the `nvme` tier, or None.
+
+    Args:
+        path: the folder.
+        file_system: its kind.
+        read_mb: MB/s it was found to read at. Virtual disks often say that they rotate; one that is fast does not.
+    """
     if file_system in IN_MEMORY:
         return f"{file_system} is memory, not a disk: states there take what the tier is meant to spare"
     if file_system in NETWORK or file_system.startswith("fuse"):
         return f"{file_system} is not a local disk: every step moves all states over it"
-    if is_spinning(path):
-        return "the system takes it for a spinning disk (of virtual disks this may be wrong): every step reads and writes all states"
+    if (read_mb is None or read_mb < _FASTEST_SPINNING_MB) and is_spinning(path):
+        return "the system takes it for a spinning disk: every step reads and writes all states"
     return None
 
 
@@ -64,9 +72,9 @@ def is_spinning(path: Path, devices: Path = Path("/sys/dev/block")) -> bool:
     return said.strip() == "1"
 
 
-def warn_of_disk(path: Path, file_system: str) -> None:
+def warn_of_disk(path: Path, file_system: str, read_mb: float | None = None) -> None:
     """Say at the start what a folder costs."""
-    trouble = disk_trouble(path, file_system)
+    trouble = disk_trouble(path, file_system, read_mb)
     if trouble is not None:
         _logger.warning(
             "nvme_path %r: %s; name a folder on a fast local disk (zero-plugin doctor --nvme PATH)",
