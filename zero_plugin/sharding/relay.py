@@ -75,11 +75,8 @@ class Relay:
         Raises:
             BaseException: the first that a function raised; the others were ended at their station.
         """
-        self._hand_on(0)
-        while not self._over.is_set():
-            self._wait()
-        for thread in self._threads:
-            thread.join()
+        while not self._come_to_an_end():
+            pass
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -107,11 +104,17 @@ class Relay:
         """Whether the calling thread is one of the run's."""
         return hasattr(self._local, "runner")
 
-    def _wait(self) -> None:
+    def _come_to_an_end(self) -> bool:
         try:
+            if not self._threads:
+                self._hand_on(0)
             self._over.wait()
+            for thread in self._threads:
+                thread.join()
         except BaseException as error:  # noqa: BLE001 - an interrupt: the functions end at their next stations
             self._fail(error)
+            return False
+        return True
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -129,14 +132,24 @@ class Relay:
                 if not self._ended[number]:
                     self._turns[number].release()
                     return
-            elif self._failure is None:
-                thread = threading.Thread(
-                    target=self._serve, args=(number,), name=f"{self._name} {number}", daemon=True
-                )
-                self._threads.append(thread)
-                thread.start()
+            elif self._failure is None and self._start(number):
                 return
         self._over.set()
+
+    def _start(self, number: int) -> bool:
+        """Start a function; False where there is no thread for it."""
+        thread = threading.Thread(
+            target=self._serve, args=(number,), name=f"{self._name} {number}", daemon=True
+        )
+        self._threads.append(thread)
+        try:
+            thread.start()
+        except BaseException as error:  # noqa: BLE001 - no more threads, or an interrupt while one begins
+            self._fail(error)
+            if thread not in threading.enumerate():
+                self._threads.remove(thread)
+                return False
+        return True
 
     def _serve(self, runner: int) -> None:
         self._local.runner = runner
