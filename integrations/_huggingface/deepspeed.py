@@ -214,14 +214,24 @@ def _offload_rest(name: str, values: Any, found: Translation) -> None:
         if key in ("device", "nvme_path"):
             continue
         if key == "ratio":
-            if value != 1.0:
-                found.notes.append(
-                    f"{name}.ratio: no equal in this translation (value {value!r}), left out: all states are offloaded"
-                )
+            _ratio(f"{name}.ratio", value, found)
         elif key in reasons:
             _note(found, f"{name}.{key}", reasons[key], value)
         else:
             found.notes.append(f"{name}.{key}: no equal in zero-plugin (value {value!r}), left out")
+
+
+def _ratio(name: str, value: Any, found: Translation) -> None:
+    """Theirs is the part that is offloaded, ours the part that is not."""
+    if value == 1.0:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise ConfigError(f"{name} is {value!r}: it must be a number from 0 to 1")
+    if name.startswith("offload_optimizer") and found.settings.get("optimizer") == "host":
+        found.settings["device_fraction"] = round(1 - value, 9)
+        found.notes.append(f"{name}: {value!r} became device_fraction, what stays on the device")
+    else:
+        found.notes.append(f"{name}: no equal here (value {value!r}), left out: all is offloaded")
 
 
 def _cpu_offload(_name: str, value: Any, found: Translation) -> None:

@@ -261,6 +261,15 @@ def test_deepspeed_configs_are_translated(
             {"stage": 2, "offload_param": {"device": "cpu"}},
             {"stage": 2, "optimizer": "device", "gradients": "device"},
         ),
+        (
+            {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.7}},
+            {
+                "stage": 3,
+                "optimizer": "host",
+                "gradients": "host",
+                "device_fraction": 0.3,
+            },
+        ),
     ],
 )
 def test_stages_and_tiers_of_deepspeed(zero: dict[str, Any], expected: dict[str, Any]) -> None:
