@@ -227,7 +227,7 @@ def _ratio(name: str, value: Any, found: Translation) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
         raise ConfigError(f"{name} is {value!r}: it must be a number from 0 to 1")
-    if name.startswith("offload_optimizer") and found.settings.get("optimizer") == "host":
+    if "offload_optimizer" in name and found.settings.get("optimizer") == "host":
         found.settings["device_fraction"] = round(1 - value, 9)
         found.notes.append(f"{name}: {value!r} became device_fraction, what stays on the device")
     else:
