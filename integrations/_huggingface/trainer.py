@@ -33,7 +33,7 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # What we override or call: method -> parameters that have to be there.
 _METHODS: dict[str, tuple[str, ...]] = {
     "create_accelerator_and_postprocess": (),
-    "create_optimizer": ("model",),
+    "create_optimizer": (),
     "evaluation_loop": (),
     "save_model": ("output_dir", "_internal_call"),
     "_save": ("output_dir", "state_dict"),
@@ -65,11 +65,11 @@ class ZeroTrainer(Base):
             engine.drain()
         return result
 
-    def create_optimizer(self, model: Any = None) -> Any:
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make the optimizer that `optim=` names; names whose package keeps states of its own get ours, or are refused."""
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
             self.optimizer_cls_and_kwargs = choose(self.args)
-        return super().create_optimizer(model)
+        return super().create_optimizer(*args, **kwargs)
 
     # ------------------------------------------------------------------ saving
 
