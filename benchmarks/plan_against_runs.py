@@ -186,13 +186,14 @@ def one_shape(  # every placement of one shape, in turns
     values |= fixed
     values["flops"] = operations / statistics.median(plain[3 * args.warm_up :])
     values.pop("host_bandwidth")
+    reached: dict[str, Any] = dict(values)
     hardware = Hardware(
         name="this one",
         devices=size,
         host_bytes=16 << 30,
         nvme_bytes=4 << 30,
         device_is_host=True,
-        **values,
+        **reached,
     )
     if rank == 0:
         shown = ", ".join(f"{key} {value / 1e9:.2f}" for key, value in values.items())

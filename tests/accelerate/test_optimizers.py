@@ -48,12 +48,13 @@ def trained(settings: Any, name: str, folder: Path, classes: Any = None) -> tupl
     args = arguments(
         folder, optim=name, learning_rate=rate, weight_decay=0.1, max_steps=2, max_grad_norm=0.0
     )
+    data: Any = examples()
     extra: dict[str, Any] = {} if classes is None else {"optimizer_cls_and_kwargs": classes}
-    trainer = Trainer(model=llama(), args=args, train_dataset=examples(), **extra)
+    trainer = Trainer(model=llama(), args=args, train_dataset=data, **extra)
     try:
         trainer.train()
         kind = type(getattr(trainer.optimizer, "optimizer", None)).__name__
-        state = trainer.accelerator.get_state_dict(trainer.model)
+        state: dict[str, Any] = trainer.accelerator.get_state_dict(trainer.model)
         return {key: value.clone() for key, value in state.items()}, kind
     finally:
         trainer.accelerator.free_memory()
@@ -64,7 +65,7 @@ def every(_rank: int, _size: int, folder: Path, names: list[str]) -> list[tuple[
     plain_process()
     said: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("zero_plugin").addHandler(handler)
     found: list[tuple[str, bool]] = []
     for name in names:

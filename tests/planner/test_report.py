@@ -70,8 +70,9 @@ def test_stalls_are_told_apart_and_misses_counted() -> None:
 
 def test_torchs_profiler_shows_the_lanes_by_name() -> None:
     model = make_gpt(width=16)
+    native: Any = torch._C
     everyone: Any = {
-        "experimental_config": torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        "experimental_config": native._profiler._ExperimentalConfig(profile_all_threads=True)
     }
     with engine_for(model) as (engine, optimizer):
         with torch.profiler.profile(
