@@ -8,6 +8,10 @@ SEGMENT_COLUMNS: int = 7
 
 HYPER_COLUMNS: int = 16
 
+PLACE_COLUMNS: int = 4
+
+GROUP: int = 16
+
 def available_isas() -> list[str]:
     """Instruction sets compiled in that this machine has, best last."""
 
@@ -47,6 +51,8 @@ class Kernels:
         scale: float,
         clip_value: float | None,
         split: bool,
+        moments: int,
+        places: int,
     ) -> None: ...
     def stream(self, segments: int, num_segments: int) -> None: ...
     def close(self) -> None: ...

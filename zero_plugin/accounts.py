@@ -117,7 +117,7 @@ class Accounts:
         }
         for block in more:
             form = self._states[block.optimizer].form_of(block)
-            nbytes = block.chunk * sum(form.widths)
+            nbytes = sum(form.sizes(block.chunk))
             if self._swap is not None:
                 nbytes = self._swap.file_bytes(block, form)
             home = "device" if block.on_device else config.optimizer
@@ -139,13 +139,9 @@ class Accounts:
         need["device"] += self._buckets.planned(every)
         return need
 
-    def with_states(self, blocks: Sequence[Block]) -> list[tuple[Block, int]]:
-        """Blocks in host memory with the number of their states beside the master."""
-        return [
-            (block, self._states[block.optimizer].num_states)
-            for block in blocks
-            if not block.on_device
-        ]
+    def with_states(self, blocks: Sequence[Block]) -> list[tuple[Block, StateForm]]:
+        """Blocks in host memory with what is kept of their states."""
+        return self.formed([block for block in blocks if not block.on_device])
 
     def formed(self, blocks: Sequence[Block]) -> list[tuple[Block, StateForm]]:
         """Blocks with what is kept of their states."""

@@ -30,6 +30,9 @@ BackendName = Literal["auto", "inline", "threads", "chaos", "cuda"]
 
 DTypeName = Literal["fp32", "bf16", "fp16"]
 
+MomentDType = Literal["fp32", "bf16", "int8"]
+"""What optimizer states beside the master are kept as; `int8`: a byte an element and one for each 16 of them."""
+
 _LONGEST = 1e7
 """Seconds; about four months."""
 
@@ -137,6 +140,9 @@ class ZeroConfig:
 
     split_master: bool = False
     """Stage 3: keep the fp32 master of bf16 weights as a 16-bit remainder beside them; see `docs/placements.md`."""
+
+    moment_dtype: MomentDType = "fp32"
+    """Keep the optimizer's moments in less memory, rounded stochastically; see `docs/placements.md`."""
 
     overlap: bool = True
     """Move bytes on lanes beside the computation. False: every operation runs where it is issued."""
@@ -332,6 +338,7 @@ class ZeroConfig:
             "nonfinite": get_args(NonFinite),
             "reduce_dtype": get_args(DTypeName),
             "gradient_dtype": (*get_args(DTypeName), None),
+            "moment_dtype": get_args(MomentDType),
             "backend": get_args(BackendName),
             "nvme_engine": ("auto", "uring", "threads"),
         }

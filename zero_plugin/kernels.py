@@ -39,6 +39,11 @@ SEGMENT_COLUMNS = _native.SEGMENT_COLUMNS
 HYPER_COLUMNS = _native.HYPER_COLUMNS
 """Columns of a hyper row; their meaning belongs to the rule, see `zero_plugin.optim.rule`."""
 
+PLACE_COLUMNS = _native.PLACE_COLUMNS
+"""Columns of the table beside the segments where states are not fp32: parameter, first element, and the addresses of the
+exponents of state 0 and state 1; see `zero_plugin.optim.moments`."""
+
+_MOMENT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SQUARE_EXPONENT = 298
 _NUM_LIMBS = 10
@@ -165,6 +170,31 @@ def _same_numel(first: Tensor, first_name: str, second: Tensor, second_name: str
     return first.numel()
 
 
+def _check_update(
+    segments: Tensor, hyper: Tensor, places: Tensor | None, clip_value: float | None
+) -> None:
+    """Refuse tables of an update that have not the right shape, and a bound that is none."""
+    if clip_value is not None and not clip_value >= 0:
+        raise ValueError(f"clip_value is {clip_value}; it must not be negative")
+    _checked(segments, "segments", (torch.int64,))
+    _checked(hyper, "hyper", (torch.float64,))
+    if segments.dim() != 2 or segments.shape[1] != SEGMENT_COLUMNS:
+        raise ValueError(
+            f"segments has shape {list(segments.shape)}; it must be [num_segments, {SEGMENT_COLUMNS}]"
+        )
+    if hyper.dim() != 2 or hyper.shape[1] != HYPER_COLUMNS:
+        raise ValueError(
+            f"hyper has shape {list(hyper.shape)}; it must be [num_rows, {HYPER_COLUMNS}]"
+        )
+    if places is None:
+        return
+    _checked(places, "places", (torch.int64,))
+    if places.shape != (segments.shape[0], PLACE_COLUMNS):
+        raise ValueError(
+            f"places has shape {list(places.shape)}; it must be [{segments.shape[0]}, {PLACE_COLUMNS}]"
+        )
+
+
 _FLOATS = tuple(_DTYPE_CODES)
 _FLOAT32 = (torch.float32,)
 
@@ -286,6 +316,8 @@ class Kernels:
         scale: float,
         clip_value: float | None,
         split: bool = False,
+        moment_dtype: torch.dtype = torch.float32,
+        places: Tensor | None = None,
     ) -> None:
         """One optimizer step over a list of segments, in one pass over memory.
 
@@ -303,21 +335,15 @@ class Kernels:
             scale: factor on the gradient, e.g. 1 / loss scale x clip coefficient.
             clip_value: bound on the magnitude of each gradient element after scaling, or None.
             split: the first address is of an int16 remainder, and the outputs (bf16) are read too: `zero_plugin.optim.split`.
+            moment_dtype: what the states are kept as: fp32, bf16, or uint8 with exponents of their own.
+            places: int64 [num_segments, 4] on the CPU, where they are not fp32: for each segment a number of its parameter, the
+                segment's first element in that (a multiple of 16 for uint8), and the addresses of its exponents (else 0).
 
         Raises:
             TypeError: a dtype is not one of those above.
             ValueError: a table has the wrong shape, or a row cannot be right; nothing is written then.
         """
-        _checked(segments, "segments", (torch.int64,))
-        _checked(hyper, "hyper", (torch.float64,))
-        if segments.dim() != 2 or segments.shape[1] != SEGMENT_COLUMNS:
-            raise ValueError(
-                f"segments has shape {list(segments.shape)}; it must be [num_segments, {SEGMENT_COLUMNS}]"
-            )
-        if hyper.dim() != 2 or hyper.shape[1] != HYPER_COLUMNS:
-            raise ValueError(
-                f"hyper has shape {list(hyper.shape)}; it must be [num_rows, {HYPER_COLUMNS}]"
-            )
+        _check_update(segments, hyper, places, clip_value)
         if gradient_dtype not in _DTYPE_CODES:
             raise TypeError(
                 f"gradient_dtype is {gradient_dtype}; the kernel takes fp32, bf16 and fp16"
@@ -326,8 +352,10 @@ class Kernels:
             raise TypeError(
                 f"output_dtype is {output_dtype}; the kernel writes fp32, bf16 and fp16"
             )
-        if clip_value is not None and not clip_value >= 0:
-            raise ValueError(f"clip_value is {clip_value}; it must not be negative")
+        if moment_dtype not in _MOMENT_CODES:
+            raise TypeError(
+                f"moment_dtype is {moment_dtype}; the kernel keeps fp32, bf16 and uint8"
+            )
         self._handle().update(
             rule,
             segments.data_ptr(),
@@ -339,6 +367,8 @@ class Kernels:
             scale,
             clip_value,
             split,
+            _MOMENT_CODES[moment_dtype],
+            0 if places is None else places.data_ptr(),
         )
 
     def stream(self, segments: Tensor) -> None:

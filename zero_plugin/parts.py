@@ -134,6 +134,7 @@ class Parts:
             params=config.params,
             splits=config.split_master,
             holds=config.holds_updates,
+            moments=config.moment_dtype,
         )
         return [
             OptimizerStates(item, resources.backend, forms, shards, self.swap)

@@ -41,6 +41,35 @@ T* shifted(T* base, std::size_t elements) {
   return base == nullptr ? nullptr : base + elements;
 }
 
+std::size_t size_of(Moments moments) {
+  return moments == Moments::kFloat32 ? 4 : moments == Moments::kBfloat16 ? 2 : 1;
+}
+
+// The nearest place at or after `offset` at which a segment may be cut.
+std::size_t cut_at(std::size_t offset, std::size_t numel, Moments moments) {
+  if (moments != Moments::kBytes) return offset;
+  return std::min((offset + kGroup - 1) / kGroup * kGroup, numel);
+}
+
+// Splitmix64 (Steele, Lea and Flood, 2014): two words that tell parameters and steps apart.
+std::uint64_t key_of(std::uint64_t parameter, std::uint64_t step) {
+  std::uint64_t key = (parameter << 32 ^ step) + 0x9e3779b97f4a7c15u;
+  key = (key ^ key >> 30) * 0xbf58476d1ce4e5b9u;
+  key = (key ^ key >> 27) * 0x94d049bb133111ebu;
+  return key ^ key >> 31;
+}
+
+// What a piece needs where its states are not floats.
+void place_piece(Piece& piece, const std::int64_t* place, std::size_t offset) {
+  const auto step = static_cast<std::uint64_t>(piece.hyper[kStepColumn]);
+  const std::uint64_t key = key_of(static_cast<std::uint64_t>(place[kParameter]), step);
+  piece.key[0] = static_cast<std::uint32_t>(key);
+  piece.key[1] = static_cast<std::uint32_t>(key >> 32);
+  piece.first = static_cast<std::uint32_t>(static_cast<std::uint64_t>(place[kFirst]) + offset);
+  piece.exponents0 = shifted(pointer<std::uint8_t>(place[kExponents0]), offset / kGroup);
+  piece.exponents1 = shifted(pointer<std::uint8_t>(place[kExponents1]), offset / kGroup);
+}
+
 void add_limbs(NormState& total, const NormState& part) {
   unsigned __int128 carry = 0;
   for (int i = 0; i < kNormLimbs; ++i) {
@@ -75,6 +104,14 @@ void check_pointer(std::size_t row, const char* name, std::int64_t address, std:
   if (address == 0) refuse(row, std::string(name) + " pointer is null");
   if (static_cast<std::uint64_t>(address) % alignment != 0) {
     refuse(row, std::string(name) + " pointer is not aligned to its element size");
+  }
+}
+
+void check_place(std::size_t row, const std::int64_t* place, PlaceColumn exponents) {
+  if (place[exponents] == 0) refuse(row, "exponents pointer is null");
+  if (place[kFirst] % kGroup != 0) {
+    refuse(row, "first element " + std::to_string(place[kFirst]) + " is inside a group of " +
+                    std::to_string(kGroup));
   }
 }
 
@@ -149,8 +186,13 @@ NormState Kernels::norm_partial(const void* source, Dtype dtype, std::size_t num
 }
 
 void Kernels::each_piece(const std::int64_t* segments, std::size_t num_segments,
-                         const double* hyper, std::size_t gradient_size, std::size_t output_size,
-                         bool split, const std::function<void(const Piece&)>& body) {
+                         const double* hyper, const std::int64_t* places,
+                         const UpdateOptions& options,
+                         const std::function<void(const Piece&)>& body) {
+  const std::size_t gradient_size = size_of(options.gradient_dtype);
+  const std::size_t output_size = size_of(options.output_dtype);
+  const std::size_t state_size = size_of(options.moments);
+  const bool split = options.split;
   std::vector<std::size_t> ends(num_segments);
   std::size_t total = 0;
   for (std::size_t row = 0; row < num_segments; ++row) {
@@ -167,39 +209,49 @@ void Kernels::each_piece(const std::int64_t* segments, std::size_t num_segments,
       const std::int64_t* segment = segments + row * kNumSegmentColumns;
       const auto numel = static_cast<std::size_t>(segment[kNumel]);
       const std::size_t begin = ends[row] - numel;
-      const std::size_t offset = at - begin;
-      const std::size_t part = std::min(ends[row], stop) - at;
+      const std::size_t offset = cut_at(at - begin, numel, options.moments);
+      at = std::min(ends[row], stop);
+      const std::size_t part = cut_at(at - begin, numel, options.moments) - offset;
       if (part != 0) {
         // Several small segments, or the next large one.
         const std::size_t horizon = std::min(stop, ends[row] + kPrefetchAhead);
         for (; ahead < num_segments && ends[ahead - 1] < horizon; ++ahead) {
           prefetch_segment(segments + ahead * kNumSegmentColumns);
         }
-        body(Piece{
+        Piece piece{
             .master = split ? nullptr : shifted(pointer<float>(segment[kMaster]), offset),
             .remainder =
                 split ? shifted(pointer<std::uint16_t>(segment[kMaster]), offset) : nullptr,
-            .state0 = shifted(pointer<float>(segment[kState0]), offset),
-            .state1 = shifted(pointer<float>(segment[kState1]), offset),
+            .state0 = shifted(pointer<char>(segment[kState0]), offset * state_size),
+            .state1 = shifted(pointer<char>(segment[kState1]), offset * state_size),
             .gradient = shifted(pointer<const char>(segment[kGradient]), offset * gradient_size),
             .output = shifted(pointer<char>(segment[kOutput]), offset * output_size),
             .numel = part,
             .hyper = hyper == nullptr ? nullptr : hyper + segment[kHyperRow] * kHyperColumns,
-        });
+            .exponents0 = nullptr,
+            .exponents1 = nullptr,
+            .first = 0,
+            .key = {0, 0},
+        };
+        if (places != nullptr) place_piece(piece, places + row * kNumPlaceColumns, offset);
+        body(piece);
       }
-      at += part;
       ++row;
     }
   });
 }
 
 void Kernels::update(const std::int64_t* segments, std::size_t num_segments, const double* hyper,
-                     std::size_t num_rows, UpdateOptions options) {
+                     std::size_t num_rows, const std::int64_t* places, UpdateOptions options) {
   const std::size_t gradient_size = size_of(options.gradient_dtype);
   const std::size_t output_size = size_of(options.output_dtype);
   if (options.split && options.output_dtype != Dtype::kBfloat16) {
     throw std::invalid_argument("the split form needs bf16 outputs: they are half of the master");
   }
+  if (num_segments != 0 && options.moments != Moments::kFloat32 && places == nullptr) {
+    throw std::invalid_argument("states below fp32 need a table of places");
+  }
+  const std::size_t state_size = size_of(options.moments);
   std::size_t numel = 0;
   for (std::size_t row = 0; row < num_segments; ++row) {
     const std::int64_t* segment = segments + row * kNumSegmentColumns;
@@ -218,21 +270,28 @@ void Kernels::update(const std::int64_t* segments, std::size_t num_segments, con
       check_pointer(row, "master", segment[kMaster], 4);
     }
     check_pointer(row, "gradient", segment[kGradient], gradient_size);
+    const bool bytes = options.moments == Moments::kBytes;
     if (options.rule != Rule::kSgd || values[8] != 0.0) {
-      check_pointer(row, "first state", segment[kState0], 4);
+      check_pointer(row, "first state", segment[kState0], state_size);
+      if (bytes) check_place(row, places + row * kNumPlaceColumns, kExponents0);
     }
-    if (options.rule == Rule::kAdam) check_pointer(row, "second state", segment[kState1], 4);
+    if (options.rule == Rule::kAdam) {
+      check_pointer(row, "second state", segment[kState1], state_size);
+      if (bytes) check_place(row, places + row * kNumPlaceColumns, kExponents1);
+    }
     if (segment[kOutput] != 0 && output_size != 0) {
       check_pointer(row, "output", segment[kOutput], output_size);
     }
   }
   options.stream = numel * output_size >= kStreamBytes;
-  each_piece(segments, num_segments, hyper, gradient_size, output_size, options.split,
+  each_piece(segments, num_segments, hyper, places, options,
              [&](const Piece& piece) { table_.update(piece, options); });
 }
 
 void Kernels::stream(const std::int64_t* segments, std::size_t num_segments) {
-  each_piece(segments, num_segments, nullptr, 2, 2, false,
+  UpdateOptions options{};
+  options.gradient_dtype = options.output_dtype = Dtype::kBfloat16;
+  each_piece(segments, num_segments, nullptr, nullptr, options,
              [&](const Piece& piece) { table_.stream(piece, true); });
 }
 

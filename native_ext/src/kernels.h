@@ -30,9 +30,10 @@ class Kernels {
 
   // `segments` is a table [num_segments][kNumSegmentColumns], `hyper` one of
   // [num_rows][kHyperColumns]. Throws std::invalid_argument when a row cannot be right (negative
-  // size, null or misaligned pointer, hyper row out of range); nothing is written then.
+  // size, null or misaligned pointer, hyper row out of range); nothing is written then. `places`, a
+  // table [num_segments][kNumPlaceColumns], is read where the states are not floats.
   void update(const std::int64_t* segments, std::size_t num_segments, const double* hyper,
-              std::size_t num_rows, UpdateOptions options);
+              std::size_t num_rows, const std::int64_t* places, UpdateOptions options);
   void stream(const std::int64_t* segments, std::size_t num_segments);
 
   void close() { pool_.close(); }
@@ -40,7 +41,7 @@ class Kernels {
  private:
   void each_chunk(std::size_t numel, const std::function<void(std::size_t, std::size_t)>& body);
   void each_piece(const std::int64_t* segments, std::size_t num_segments, const double* hyper,
-                  std::size_t gradient_size, std::size_t output_size, bool split,
+                  const std::int64_t* places, const UpdateOptions& options,
                   const std::function<void(const Piece&)>& body);
 
   const KernelTable& table_;

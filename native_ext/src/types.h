@@ -25,20 +25,40 @@ enum SegmentColumn : int {
   kNumSegmentColumns
 };
 
+// How an update's states are kept: as floats, as bf16 rounded stochastically, or as 8-bit numbers
+// with one exponent byte for each kGroup of them (see small.inc).
+enum class Moments : int { kFloat32 = 0, kBfloat16 = 1, kBytes = 2 };
+inline constexpr int kGroup = 16;
+
+// Columns of the table beside the segments that states below fp32 need; int64.
+enum PlaceColumn : int {
+  kParameter = 0,  // which parameter it is, for the random bits
+  kFirst,          // the segment's first element in the parameter, a multiple of kGroup for bytes
+  kExponents0,     // addresses of the exponents of bytes
+  kExponents1,
+  kNumPlaceColumns
+};
+
 // Columns of a hyper row (float64). Each rule reads its own; see zero_plugin/optim/rule.py.
 inline constexpr int kHyperColumns = 16;
+inline constexpr int kStepColumn = 9;  // of any rule: number of the step
 
 // A part of one segment, all pointers already moved to its first element.
 struct Piece {
   float* master;
   // In place of the master where the update is in split form: what it leaves out of its weight.
   std::uint16_t* remainder;
-  float* state0;
-  float* state1;
+  void* state0;  // float, bf16 or bytes
+  void* state1;
   const void* gradient;
   void* output;  // null: nothing is written but master and states; split: the weight, read too
   std::size_t numel;
   const double* hyper;
+  // Where states are not floats.
+  std::uint8_t* exponents0;
+  std::uint8_t* exponents1;
+  std::uint32_t first;   // this piece's first element in its parameter, modulo 2^32
+  std::uint32_t key[2];  // of the parameter and the step
 };
 
 struct UpdateOptions {
@@ -50,6 +70,7 @@ struct UpdateOptions {
   bool clip;
   bool stream;  // write outputs past the caches
   bool split;   // a master is a bf16 weight (the output) and a remainder
+  Moments moments;
 };
 
 // Exact sum of squares as an integer in units of 2^-298, the square of the smallest float. The

@@ -117,9 +117,11 @@ void test_updates() {
           zp::Kernels kernels(threads, isa);
           Problem problem = make_problem(sizes, gradient, output, 7);
           const zp::UpdateOptions options{
-              static_cast<zp::Rule>(rule), gradient, output, 0.5f, 1.0f, true, false, split};
+              static_cast<zp::Rule>(rule), gradient, output, 0.5f, 1.0f, true, false, split,
+              zp::Moments::kFloat32};
           for (int step = 0; step < 2; ++step) {
-            kernels.update(problem.table.data(), sizes.size(), problem.hyper.data(), 1, options);
+            kernels.update(problem.table.data(), sizes.size(), problem.hyper.data(), 1, nullptr,
+                           options);
           }
           const std::vector<char> result = contents(problem, output);
           if (expected.empty()) {
@@ -127,6 +129,81 @@ void test_updates() {
             add_to_digest(result);
           }
           expect(result == expected, "update " + std::to_string(rule) + " on " + isa);
+        }
+      }
+    }
+  }
+}
+
+// States below fp32, each beside its exponents in a block of exactly its size.
+struct SmallProblem {
+  Problem problem;
+  std::vector<std::vector<Buffer>> states;  // [segment][state0, state1, exponents0, exponents1]
+  std::vector<std::int64_t> places;
+};
+
+SmallProblem make_small_problem(const std::vector<std::size_t>& sizes, Dtype gradient, Dtype output,
+                                zp::Moments moments) {
+  SmallProblem made{make_problem(sizes, gradient, output, 7), {}, {}};
+  const std::size_t size = moments == zp::Moments::kBytes ? 1 : 2;
+  const auto address = [](const Buffer& buffer) {
+    return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(buffer.data));
+  };
+  for (std::size_t row = 0; row < sizes.size(); ++row) {
+    std::vector<Buffer> own;
+    for (int i = 0; i < 2; ++i) own.emplace_back(sizes[row], size, row % 5);
+    for (int i = 0; i < 2; ++i) {
+      own.emplace_back((sizes[row] + zp::kGroup - 1) / zp::kGroup, 1, row % 3);
+    }
+    made.problem.table[row * zp::kNumSegmentColumns + zp::kState0] = address(own[0]);
+    made.problem.table[row * zp::kNumSegmentColumns + zp::kState1] = address(own[1]);
+    const auto first = static_cast<std::int64_t>(row * zp::kGroup);
+    made.places.insert(made.places.end(), {3, first, address(own[2]), address(own[3])});
+    made.states.push_back(std::move(own));
+  }
+  return made;
+}
+
+void test_small_states() {
+  std::vector<std::size_t> sizes;
+  for (std::size_t numel = 0; numel < 70; ++numel) sizes.push_back(numel);
+  sizes.push_back(70'001);
+  for (int rule = 0; rule < zp::kNumRules; ++rule) {
+    for (const zp::Moments moments : {zp::Moments::kBfloat16, zp::Moments::kBytes}) {
+      for (const bool split : {false, true}) {
+        std::vector<char> expected;
+        for (const std::string& isa : zp::available_isas()) {
+          for (const std::size_t threads : {1u, 3u}) {
+            zp::Kernels kernels(threads, isa);
+            SmallProblem small =
+                make_small_problem(sizes, Dtype::kBfloat16, Dtype::kBfloat16, moments);
+            zp::UpdateOptions options{};
+            options.rule = static_cast<zp::Rule>(rule);
+            options.gradient_dtype = options.output_dtype = Dtype::kBfloat16;
+            options.scale = 0.5f;
+            options.split = split;
+            options.moments = moments;
+            for (int step = 0; step < 2; ++step) {
+              small.problem.hyper[zp::kStepColumn] = step + 1;
+              kernels.update(small.problem.table.data(), sizes.size(), small.problem.hyper.data(),
+                             1, small.places.data(), options);
+            }
+            std::vector<char> result = contents(small.problem, Dtype::kBfloat16);
+            for (std::size_t row = 0; row < sizes.size(); ++row) {
+              for (std::size_t i = 0; i < 4; ++i) {
+                const std::size_t groups = (sizes[row] + zp::kGroup - 1) / zp::kGroup;
+                const std::size_t width = moments == zp::Moments::kBytes ? 1 : 2;
+                const char* data = small.states[row][i].data;
+                result.insert(result.end(), data, data + (i < 2 ? sizes[row] * width : groups));
+              }
+            }
+            if (expected.empty()) {
+              expected = result;
+              add_to_digest(result);
+            }
+            expect(result == expected,
+                   "small states of rule " + std::to_string(rule) + " on " + isa);
+          }
         }
       }
     }
@@ -217,6 +294,7 @@ void test_start_and_stop() {
 
 int main() {
   test_updates();
+  test_small_states();
   test_elementwise();
   test_stream();
   test_callers_share_a_handle();

@@ -16,10 +16,10 @@ PUBLIC = [
 ]
 
 CONFIG_FIELDS = [
-    *("stage", "params", "optimizer", "gradients", "activations"),
+    *("stage", "params", "optimizer", "device_fraction", "gradients", "activations"),
     *("nvme_path", "device_limit", "host_limit", "pinned_limit", "nvme_limit"),
     *("nvme_engine", "nvme_buffer_bytes", "nvme_cache_bytes", "nvme_checksum", "split_master"),
-    *("device_fraction", "moment_dtype"),
+    "moment_dtype",
     *(
         "overlap",
         "speculate",

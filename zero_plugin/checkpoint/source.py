@@ -158,9 +158,9 @@ class Holdings:
         held = _Held()
         for states in self.states:
             for item in states.blocks.values():
-                if item.is_swapped and item.form == "whole":
+                if item.is_swapped and item.is_plain and item.form == "whole":
                     rest += self._tile_parts(states, item, held)
-                elif item.is_swapped or item.form == "split":
+                elif item.is_swapped or not item.is_plain:
                     first += self._opened_parts(states, item)
                 elif item.master is None:
                     first += self._block_parts(states, item)
@@ -174,9 +174,9 @@ class Holdings:
         """Masters and optimizer states of this rank, each to be filled before the next is asked for."""
         for states in self.states:
             for item in states.blocks.values():
-                if item.is_swapped and item.form == "whole":
+                if item.is_swapped and item.is_plain and item.form == "whole":
                     yield from _swapped_targets(states, item)
-                elif item.is_swapped or item.form == "split":
+                elif item.is_swapped or not item.is_plain:
                     with states.opened(item, write=True) as here:
                         yield from _block_targets(states, here)
                 else:
@@ -269,16 +269,21 @@ class Holdings:
         return parts
 
     def _opened_parts(self, states: OptimizerStates, item: BlockStates) -> list[Part]:
-        """Parts of a block whose master is put together when it is looked at."""
+        """Parts of a block whose master is put together, or whose moments are decoded, when it is looked at."""
         block, held = item.block, _Held()
 
         def load(_: object) -> list[Tensor]:
             with states.opened(item, write=False) as here:
-                if here.master is None:
+                if here.master is not None:
+                    return [here.master, *here.states]
+                if block.unit != RESIDENT:
                     raise EngineStateError(
                         f"the master of {block.name} was asked of a closed engine"
                     )
-                return [here.master, *here.states]
+                master = torch.zeros(block.chunk, dtype=torch.float32, device=block.device)
+                for position in range(len(block.parameters)):
+                    block.own_view(master, position).copy_(here.master_view(position))
+                return [master, *here.states]
 
         return [
             Part(

@@ -17,12 +17,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from zero_plugin.config import Tier
+from zero_plugin.config import MomentDType, Tier
 from zero_plugin.grads.norm import Clip
 from zero_plugin.kernels import Kernels
 from zero_plugin.optim.fallback import ForeignBlock
 from zero_plugin.optim.form import MasterForm, StateForm
-from zero_plugin.optim.reference import update as reference_update
+from zero_plugin.optim.moments import GROUP, STORED, decode, encode, put, stream_of, take
+from zero_plugin.optim.moments import update as reference_update
 from zero_plugin.optim.rule import Rule
 from zero_plugin.runtime.backend import Backend
 from zero_plugin.sharding.layout import UNIT
@@ -40,12 +41,14 @@ class BlockStates:
         block: the block.
         tier: where they lie.
         master: fp32 [chunk], or None when the compute weights are the master, or their part of it is.
-        states: fp32 [chunk] each, in the rule's order; empty for a foreign optimizer.
+        states: [chunk] each, in the rule's order, fp32 or as `moments` says (`zero_plugin.optim.moments`); empty for a foreign
+            optimizer.
         foreign: the torch optimizer that runs this block, for optimizers without a compiled rule.
         weights: the chunk of the compute weights on this rank, where they are sharded; else None.
         form: how the master is kept.
         remainder: int16 [chunk], what the compute weights lack of the master in split form; None where it lies in a file.
         swapped: bytes in files of each part; none of them is here then.
+        moments: how the states are kept.
     """
 
     block: Block
@@ -57,6 +60,12 @@ class BlockStates:
     form: MasterForm = "whole"
     remainder: Tensor | None = None
     swapped: tuple[int, ...] = ()
+    moments: MomentDType = "fp32"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what is kept is an fp32 master and fp32 states, as whoever looks at them sees them."""
+        return self.form != "split" and self.moments == "fp32"
 
     @property
     def is_swapped(self) -> bool:
@@ -103,7 +112,7 @@ class BlockStates:
             return self.foreign.state_bytes
         if self.is_swapped:
             return sum(self.swapped) - self.master_bytes
-        return sum(state.numel() * 4 for state in self.states)
+        return sum(state.numel() * state.element_size() for state in self.states)
 
     def import_weights(self, positions: Sequence[int]) -> None:
         """Copy the compute weights of some members into the master (start, or after a write of the user's)."""
@@ -135,12 +144,15 @@ def allocate_states(
         weights: the chunk of the compute weights, where they are sharded.
     """
     memory = "device" if tier == "device" else "host"
-    strides = [round_up(block.chunk * width, UNIT * 4) for width in form.widths]
+    sizes = form.sizes(block.chunk)
+    strides = [round_up(size, UNIT * 4) for size in sizes]
     region = backend.allocate(max(sum(strides), 64), memory)
     region.zero_()
     parts = [
-        region[start : start + block.chunk * dtype.itemsize].view(dtype)
-        for start, dtype in zip(itertools.accumulate(strides, initial=0), form.dtypes, strict=False)
+        region[start : start + size].view(dtype)
+        for start, size, dtype in zip(
+            itertools.accumulate(strides, initial=0), sizes, form.dtypes, strict=False
+        )
     ]
     # The master of bf16 weights that have just been made is those weights: nothing remains.
     remainder = parts.pop(0) if form.master == "split" else None
@@ -155,11 +167,15 @@ def allocate_states(
         remainder=remainder,
         states=tuple(parts),
         weights=weights,
+        moments=form.moments,
     )
     for part, fill in zip(parts, fills, strict=True):
         if fill:
+            # Only what is never below zero begins elsewhere than at zero.
+            values = decode(part, form.moments, signed=False)
             for position in range(len(block.parameters)):
-                block.own_view(part, position).fill_(fill)
+                block.own_view(values, position).fill_(fill)
+            encode(values, form.moments, part, signed=False)
     states.import_weights(range(len(block.parameters)))
     return states
 
@@ -208,15 +224,18 @@ class BlockUpdate:
         if self.rule is None:
             self._apply_foreign()
         elif self.gradient.is_cpu:
+            segments, places = self._segments()
             kernels.update(
                 self.rule.native_id,
-                torch.from_numpy(self._segments()),
+                torch.from_numpy(segments),
                 self.hyper,
                 gradient_dtype=self.gradient.dtype,
                 output_dtype=self._output_dtype,
                 scale=self.clip.factor,
                 clip_value=self.clip.value,
                 split=self.states.remainder is not None,
+                moment_dtype=STORED[self.states.moments],
+                places=None if places is None else torch.from_numpy(places),
             )
         else:
             self._apply_reference(self.rule)
@@ -232,7 +251,8 @@ class BlockUpdate:
             return block.parameters[position].alias.narrow(0, part.start, part.numel)
         return None if self.output is None else block.own_view(self.output, position)
 
-    def _segments(self) -> Int64:
+    def _segments(self) -> tuple[Int64, Int64 | None]:
+        """The table of segments, and the one of places where moments are not fp32."""
         block, states = self.states.block, self.states
         positions = np.asarray(self.positions, dtype=np.int64)
         offsets = np.asarray(block.layout.offsets, dtype=np.int64)[positions]
@@ -245,7 +265,7 @@ class BlockUpdate:
         else:
             table[:, 0] = [states.master_view(p).data_ptr() for p in self.positions]
         for column, state in enumerate(states.states, start=1):
-            table[:, column] = state.data_ptr() + 4 * offsets
+            table[:, column] = state.data_ptr() + state.element_size() * offsets
         table[:, 3] = self.gradient.data_ptr() + self.gradient.element_size() * offsets
         if self.output is not None:
             table[:, 4] = self.output.data_ptr() + self.output.element_size() * offsets
@@ -257,23 +277,39 @@ class BlockUpdate:
             table[:, 4] = bases + block.dtype.itemsize * starts
         table[:, 5] = numels
         table[:, 6] = self.rows
-        return table[numels > 0]
+        present = numels > 0
+        if states.moments == "fp32":
+            return table[present], None
+        places = np.zeros((len(positions), 4), dtype=np.int64)
+        places[:, 0] = [stream_of(block.parameters[p].name) for p in self.positions]
+        places[:, 1] = [block.own_slice(p).start for p in self.positions]
+        for column, state in enumerate(states.states, start=2):
+            places[:, column] = state.data_ptr() + block.chunk + offsets // GROUP
+        return table[present], places[present]
 
     def _apply_reference(self, rule: Rule) -> None:
-        block = self.states.block
+        block, moments = self.states.block, self.states.moments
         for position, row in zip(self.positions, self.rows, strict=True):
-            if block.own_slice(position).numel == 0:
+            own, offset = block.own_slice(position), block.layout.offsets[position]
+            if own.numel == 0:
                 continue
+            whole = round_up(own.numel, GROUP)
+            kept = [take(state, moments, offset, whole) for state in self.states.states]
             reference_update(
                 rule,
+                moments,
                 master=self.states.master_view(position),
-                states=tuple(block.own_view(state, position) for state in self.states.states),
+                kept=kept,
+                stream=stream_of(block.parameters[position].name),
+                first=own.start,
                 gradient=block.own_view(self.gradient, position),
                 output=self._target(position),
                 hyper=tuple(self.hyper[int(row)].tolist()),
                 scale=self.clip.factor,
                 clip_value=self.clip.value,
             )
+            for state, part in zip(self.states.states, kept, strict=True):
+                put(state, moments, offset, part)
 
     def _apply_foreign(self) -> None:
         block, foreign = self.states.block, self.states.foreign

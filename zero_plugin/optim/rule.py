@@ -4,7 +4,8 @@ A rule turns one torch param group and a step count into a hyper row of 16 float
 an element (bias corrections, the decayed learning rate) is computed here in float64, as torch does, and rounded
 once to float32 where it meets the elements. Columns:
 
-- all rules: 0 sign of the gradient (-1 to maximize), 2 L2 weight decay added to the gradient;
+- all rules: 0 sign of the gradient (-1 to maximize), 2 L2 weight decay added to the gradient, 9 number of the step (for the
+  random bits of `zero_plugin.optim.moments`);
 - Adam, AdamW: 1 factor of decoupled decay, 3 `1 - beta1`, 4 `beta2`, 5 `1 - beta2`,
   6 `sqrt(1 - beta2**step)`, 7 `eps`, 8 `-lr / (1 - beta1**step)`;
 - Adagrad: 3 minus the decayed learning rate, 4 `eps`;
@@ -30,6 +31,8 @@ from zero_plugin.optim.lion import Lion
 Group = Mapping[str, Any]
 _NUM_COLUMNS = 16
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SQUARES = ("exp_avg_sq", "sum")
+"""States that are never below zero."""
 
 
 def _row(values: Mapping[int, float]) -> tuple[float, ...]:
@@ -68,6 +71,11 @@ class Rule(ABC):
             OptimizerError: the step count is below 1 or the group asks for what the rule cannot do.
         """
 
+    @property
+    def signed(self) -> tuple[bool, ...]:
+        """Of each state whether it can be below zero."""
+        return tuple(name not in _SQUARES for name in self.state_names)
+
     def initial_state(self, group: Group) -> tuple[float, ...]:
         """Fill values of the states before the first update."""
         del group
@@ -95,6 +103,7 @@ class AdamRule(Rule):
                 6: (1 - beta2**step) ** 0.5,
                 7: float(group["eps"]),
                 8: -(lr / (1 - beta1**step)),
+                9: step,
             }
         )
 
@@ -113,6 +122,7 @@ class AdagradRule(Rule):
                 2: float(group["weight_decay"]),
                 3: -rate,
                 4: float(group["eps"]),
+                9: step,
             }
         )
 
@@ -139,6 +149,7 @@ class LionRule(Rule):
                 5: beta2,
                 6: 1 - beta2,
                 7: lr,
+                9: step,
             }
         )
 
@@ -169,6 +180,7 @@ class SgdRule(Rule):
                 6: float(step == 1),
                 7: -float(group["lr"]),
                 8: float(momentum != 0.0),
+                9: step,
             }
         )
 

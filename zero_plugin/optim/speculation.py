@@ -8,6 +8,7 @@ bind, the same hyper-parameters. Otherwise the old values come back, bit for bit
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,10 +19,12 @@ from torch import Tensor
 from zero_plugin.grads.norm import Clip
 from zero_plugin.optim.plan import BlockPlan, StepPlan
 from zero_plugin.runtime.operations import Copy
+from zero_plugin.store.layout import round_up
 
 if TYPE_CHECKING:
     from zero_plugin.grads.offload import GradientShards
     from zero_plugin.optim.blocks import BlockStates
+    from zero_plugin.optim.form import StateForm
     from zero_plugin.optim.pipeline import StepPipeline, Updated
     from zero_plugin.optim.states import OptimizerStates
     from zero_plugin.runtime.backend import Backend
@@ -58,25 +61,31 @@ class UndoMemory:
         self.nbytes = 0
         """Bytes taken."""
 
-    def planned(self, blocks: Sequence[tuple[Block, int]]) -> int:
-        """Bytes that blocks, each with its number of states beside the master, would take together."""
+    def planned(self, blocks: Sequence[tuple[Block, StateForm]]) -> int:
+        """Bytes that blocks, each with what is kept of it, would take together."""
         return self._fitting(_sizes_in_order(blocks))[1]
 
-    def add_blocks(self, blocks: Sequence[tuple[Block, int]]) -> None:
+    def add_blocks(self, blocks: Sequence[tuple[Block, StateForm]]) -> None:
         """Reserve memory for new blocks as far as the limit allows, those whose gradients come first before the others."""
         fitting, _ = self._fitting(_sizes_in_order(blocks))
-        for number, (block, count) in enumerate(reversed(blocks)):
+        for number, (block, form) in enumerate(reversed(blocks)):
             if number not in fitting:
                 continue
-            nbytes = block.chunk * 4
-            raw = self._backend.allocate(max(nbytes * (count + 1), _SMALLEST), "host")
+            sizes = _padded(block, form)
+            raw = self._backend.allocate(max(sum(sizes), _SMALLEST), "host")
             self._kept[block.index] = tuple(
-                raw[i * nbytes : (i + 1) * nbytes].view(torch.float32) for i in range(count + 1)
+                raw[start : start + size].view(dtype)
+                for start, size, dtype in zip(
+                    itertools.accumulate(sizes, initial=0),
+                    form.sizes(block.chunk),
+                    form.dtypes,
+                    strict=False,
+                )
             )
             self.nbytes += raw.numel()
 
     def of(self, block: Block) -> tuple[Tensor, ...] | None:
-        """A block's memory, fp32 [chunk] for the master and each state; None where there was no room."""
+        """A block's memory, for the master and each state as they are kept; None where there was no room."""
         return self._kept.get(block.index)
 
     def close(self) -> None:
@@ -93,9 +102,14 @@ class UndoMemory:
         return chosen, taken
 
 
-def _sizes_in_order(blocks: Sequence[tuple[Block, int]]) -> list[int]:
+def _padded(block: Block, form: StateForm) -> list[int]:
+    """Bytes of each part of a block's old states, up to where the next one may begin."""
+    return [round_up(size, 4) for size in form.sizes(block.chunk)]
+
+
+def _sizes_in_order(blocks: Sequence[tuple[Block, StateForm]]) -> list[int]:
     """Bytes of each block's old states; gradients come in the reverse order of the forward."""
-    return [block.chunk * 4 * (count + 1) for block, count in reversed(blocks)]
+    return [sum(_padded(block, form)) for block, form in reversed(blocks)]
 
 
 class Speculator:

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from zero_plugin.config import MomentDType
 from zero_plugin.errors import CheckpointError, OptimizerError
 from zero_plugin.optim.blocks import BlockStates, allocate_states
 from zero_plugin.optim.fallback import ForeignBlock, check_element_wise, clone_optimizer
 from zero_plugin.optim.form import MasterForm, StateForm, StateForms
+from zero_plugin.optim.moments import decode, encode
 from zero_plugin.optim.plan import BlockPlan, StepPlan, plan_step
 from zero_plugin.optim.rule import Rule, rule_for, unsupported_option, why_not
 from zero_plugin.optim.split import follow, join, split
@@ -76,14 +78,21 @@ class OptimizerStates:
                     f"{type(optimizer).__name__} runs as plain torch ({why_not(optimizer)}), and a split master needs a compiled "
                     "optimizer: use Adam, AdamW, Adagrad, Lion or SGD, or split_master=False"
                 )
+            if forms.moments != "fp32":
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} runs as plain torch ({why_not(optimizer)}), and moments below fp32 need a compiled "
+                    "optimizer: use Adam, AdamW, Adagrad, Lion or SGD, or moment_dtype='fp32'"
+                )
             logging.getLogger(__name__).warning(
                 "%s runs as plain torch on this rank's shards, slower than a compiled optimizer: %s",
                 type(optimizer).__name__,
                 why_not(optimizer),
             )
         self._foreign_names = [] if self.rule is not None else foreign_state_names(optimizer)
+        self._signed = () if self.rule is None else self.rule.signed
         self.blocks: dict[int, BlockStates] = {}
         self._steps: dict[int, int] = {}
+        self._numbers: dict[int, int] | None = None
 
     @property
     def name(self) -> str:
@@ -136,6 +145,7 @@ class OptimizerStates:
         """Reserve states for new blocks and take over what the optimizer already holds for them."""
         group = self.optimizer.param_groups[0]
         fills = () if self.rule is None else tuple(self.rule.initial_state(group))
+        self._numbers = None
         for block in blocks:
             states = self._allocate(block, fills)
             if self.rule is None:
@@ -189,12 +199,14 @@ class OptimizerStates:
             master=None,
             states=(),
             weights=weights,
-            swapped=tuple(map(sum, strides)) or (0,) * len(form.widths),
+            swapped=tuple(map(sum, strides)) or (0,) * len(form.dtypes),
+            moments=form.moments,
         )
-        # What is left of a master that is its weights is nothing, in split form.
-        begins = (*(None for _ in form.widths[: len(form.widths) - len(fills)]), *fills)
         for tile in swap.tiles(block):
             with swap.opened(tile, write=True, fresh=True) as parts:
+                # Only what is never below zero begins elsewhere than at zero.
+                kept = parts[form.masters :]
+                values = [decode(part, form.moments, signed=False) for part in kept]
                 for position in range(len(block.parameters)):
                     offset, view = block.layout.offsets[position], states.weights_view(position)
                     start = max(offset, tile.start)
@@ -202,23 +214,28 @@ class OptimizerStates:
                     if start >= stop:
                         continue
                     inside = slice(start - tile.start, stop - tile.start)
-                    for part, begin in zip(parts, begins, strict=True):
-                        if begin is not None:
-                            part[inside].fill_(begin)
-                        elif form.master == "whole":
-                            part[inside].copy_(view[start - offset : stop - offset])
+                    for value, begin in zip(values, fills, strict=True):
+                        value[inside].fill_(begin)
+                    # What is left of a master that is its weights is nothing, in split form.
+                    if form.master == "whole":
+                        parts[0][inside].copy_(view[start - offset : stop - offset])
+                for part, value in zip(kept, values, strict=True):
+                    encode(value, form.moments, part, signed=False)
         return states
 
     @contextmanager
     def _here(self, states: BlockStates, *, write: bool) -> Generator[BlockStates]:
-        """A block's states in memory, with a fp32 master, to look at or to change outside a step.
+        """A block's states in memory, with a fp32 master and fp32 moments, to look at or to change outside a step.
 
         Where the compute weights hold the master, or half of it, they change with it: no full weights of theirs may be here
         then.
         """
         weights = self._present_weights(states)
         if not states.is_swapped and states.form != "split":
-            yield replace(states, weights=weights)
+            here = replace(states, weights=weights, states=self._moments(states), moments="fp32")
+            yield here
+            if write:
+                self._keep_moments(states, here.states)
             return
         parts = self._read_parts(states)
         here = BlockStates(
@@ -251,24 +268,48 @@ class OptimizerStates:
         block = states.block
         if self.swap is None or not states.is_swapped:
             first = () if states.remainder is None else (states.remainder,)
-            return [*first, *states.states]
-        dtypes = self._forms.of(block, self.num_states).dtypes
+            return [*first, *self._moments(states)]
+        form = self._forms.of(block, self.num_states)
+        dtypes = (*form.dtypes[: form.masters], *(torch.float32 for _ in range(form.states)))
         whole = [torch.zeros(block.chunk, dtype=dtype, device="cpu") for dtype in dtypes]
         for tile in self.swap.tiles(block):
             with self.swap.opened(tile, write=False) as parts:
-                for full, part in zip(whole, parts, strict=True):
-                    full[tile.start : tile.stop].copy_(part)
+                for number, (full, part) in enumerate(zip(whole, parts, strict=True)):
+                    values = part
+                    if number >= form.masters:
+                        values = self._decoded(part, form.moments, number - form.masters)
+                    full[tile.start : tile.stop].copy_(values)
         return whole
+
+    def _moments(self, states: BlockStates) -> tuple[Tensor, ...]:
+        """A block's moments, which are in memory, as fp32: themselves if they are kept so."""
+        return tuple(
+            self._decoded(state, states.moments, number)
+            for number, state in enumerate(states.states)
+        )
+
+    def _keep_moments(self, states: BlockStates, values: Sequence[Tensor]) -> None:
+        for number, (state, value) in enumerate(zip(states.states, values, strict=True)):
+            encode(value, states.moments, state, signed=self._signed[number])
+
+    def _decoded(self, kept: Tensor, moments: MomentDType, number: int) -> Tensor:
+        return decode(kept, moments, signed=self._signed[number])
 
     def _write_parts(self, states: BlockStates, whole: Sequence[Tensor]) -> None:
         if self.swap is None or not states.is_swapped:
             if states.remainder is not None:
                 states.remainder.copy_(whole[0])
+            self._keep_moments(states, whole[states.remainder is not None :])
             return
+        form = self._forms.of(states.block, self.num_states)
         for tile in self.swap.tiles(states.block):
             with self.swap.opened(tile, write=True) as parts:
-                for full, part in zip(whole, parts, strict=True):
-                    part.copy_(full[tile.start : tile.stop])
+                for number, (full, part) in enumerate(zip(whole, parts, strict=True)):
+                    values, moment = full[tile.start : tile.stop], number - form.masters
+                    if moment < 0:
+                        part.copy_(values)
+                    else:
+                        encode(values, form.moments, part, signed=self._signed[moment])
 
     def _replace_weights(self, states: BlockStates, old: Tensor | None, new: Tensor) -> None:
         """Write compute weights that a new master changes."""
@@ -302,7 +343,10 @@ class OptimizerStates:
         """What `plan` would say of one block now; None where its step would be refused or leave it alone."""
         if self.rule is None or any(map(unsupported_option, self.optimizer.param_groups)):
             return None
-        plan = self._plan([block], is_present)
+        # Once a block in backward: groups are looked through once a step, and a step compares what it wants.
+        if self._numbers is None:
+            self._numbers = group_numbers(self.optimizer, self.blocks.values())
+        plan = self._plan([block], is_present, self._numbers)
         return plan if plan.blocks else None
 
     def plan(self, is_present: Callable[[int], bool]) -> StepPlan:
@@ -312,7 +356,9 @@ class OptimizerStates:
             OptimizerError: a group asks for an option the compiled rule lacks, set after the engine was built.
         """
         self.check_options()
-        return self._plan([states.block for states in self.blocks.values()], is_present)
+        self._numbers = None
+        blocks = [states.block for states in self.blocks.values()]
+        return self._plan(blocks, is_present, group_numbers(self.optimizer, self.blocks.values()))
 
     def count(self, blocks: Iterable[BlockPlan]) -> None:
         """Count a step of some blocks' members."""
@@ -320,12 +366,17 @@ class OptimizerStates:
             for position in item.positions:
                 self._steps[item.block.parameters[position].index] += 1
 
-    def _plan(self, blocks: Sequence[Block], is_present: Callable[[int], bool]) -> StepPlan:
+    def _plan(
+        self,
+        blocks: Sequence[Block],
+        is_present: Callable[[int], bool],
+        group_of: Mapping[int, int],
+    ) -> StepPlan:
         return plan_step(
             blocks,
             is_present=is_present,
             step_of=lambda index: self._steps[index] + 1,
-            group_of=self._group_numbers(),
+            group_of=group_of,
             groups=self.optimizer.param_groups,
             rule=self.rule,
         )
@@ -399,7 +450,7 @@ class OptimizerStates:
                 full.update({i: entry for i, entry in gathered.items() if self._steps[i]})
         if not keep:
             return {}
-        return {"state": self._by_torch_number(full), "param_groups": self._packed_groups()}
+        return {"state": self._by_torch_number(full), "param_groups": packed_groups(self.optimizer)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take this rank's slices of a full state; nothing is changed if it does not fit.
@@ -580,34 +631,38 @@ class OptimizerStates:
                 number += 1
         return numbered
 
-    def _packed_groups(self) -> list[dict[str, Any]]:
-        packed: list[dict[str, Any]] = []
-        number = 0
-        for group in self.optimizer.param_groups:
-            count = len(group["params"])
-            packed.append({**group, "params": list(range(number, number + count))})
-            number += count
-        return packed
-
-    def _group_numbers(self) -> dict[int, int]:
-        number_of = {
-            id(parameter): number
-            for number, group in enumerate(self.optimizer.param_groups)
-            for parameter in group["params"]
-        }
-        return {
-            member.index: number_of[id(member.parameter)]
-            for states in self.blocks.values()
-            for member in states.block.parameters
-            if id(member.parameter) in number_of
-        }
-
 
 def _master_of(form: MasterForm, weights: Tensor | None, parts: Sequence[Tensor]) -> Tensor | None:
     """The fp32 master of a block in host memory, from its shard of the weights and what is kept beside them."""
     if form == "whole" or weights is None:
         return parts[0]
     return join(weights.cpu(), parts[0]) if form == "split" else weights.clone()
+
+
+def group_numbers(optimizer: Optimizer, blocks: Iterable[BlockStates]) -> dict[int, int]:
+    """The number of each managed parameter's group, by managed index."""
+    number_of = {
+        id(parameter): number
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    return {
+        member.index: number_of[id(member.parameter)]
+        for states in blocks
+        for member in states.block.parameters
+        if id(member.parameter) in number_of
+    }
+
+
+def packed_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """An optimizer's param groups as its state dict has them: numbers in place of parameters."""
+    packed: list[dict[str, Any]] = []
+    number = 0
+    for group in optimizer.param_groups:
+        count = len(group["params"])
+        packed.append({**group, "params": list(range(number, number + count))})
+        number += count
+    return packed
 
 
 def foreign_state_names(optimizer: Optimizer) -> list[str]:

@@ -25,6 +25,7 @@ from zero_plugin.errors import BudgetError
 from zero_plugin.grads.norm import Clip
 from zero_plugin.kernels import Kernels
 from zero_plugin.optim.form import StateForm
+from zero_plugin.optim.moments import GROUP, STORED, stream_of
 from zero_plugin.optim.rule import Rule
 from zero_plugin.runtime.backend import Backend, Ticket
 from zero_plugin.runtime.buffers import Lease, SlabPool
@@ -76,12 +77,14 @@ class Tile:
         return sum(self.strides)
 
     def parts(self, region: Tensor) -> list[Tensor]:
-        """What the region holds, [stop - start] each: fp32 master or int16 remainder, if any, and the fp32 states."""
-        numel = self.stop - self.start
+        """What the region holds: fp32 master or int16 remainder, if any, and the states as they are kept."""
         return [
-            region[place : place + numel * dtype.itemsize].view(dtype)
-            for place, dtype in zip(
-                itertools.accumulate(self.strides, initial=0), self.form.dtypes, strict=False
+            region[place : place + size].view(dtype)
+            for place, size, dtype in zip(
+                itertools.accumulate(self.strides, initial=0),
+                self.form.sizes(self.stop - self.start),
+                self.form.dtypes,
+                strict=False,
             )
         ]
 
@@ -124,27 +127,28 @@ class TileUpdate:
 
     def apply(self, kernels: Kernels) -> None:
         """Update the tile."""
+        segments, places = self._segments()
         kernels.update(
             self.rule.native_id,
-            torch.from_numpy(self._segments()),
+            torch.from_numpy(segments),
             self.hyper,
             gradient_dtype=self.gradient.dtype,
             output_dtype=None if self.tile.form.master == "weights" else self.output.dtype,
             scale=self.clip.factor,
             clip_value=self.clip.value,
             split=self.tile.form.master == "split",
+            moment_dtype=STORED[self.tile.form.moments],
+            places=torch.from_numpy(places),
         )
 
-    def _segments(self) -> npt.NDArray[np.int64]:
+    def _segments(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The table of segments, and the one of places."""
         tile, block = self.tile, self.tile.block
-        parts = list(
-            zip(
-                [part.data_ptr() for part in tile.parts(self.region)],
-                tile.form.widths,
-                strict=True,
-            )
-        )
+        parts = [(part.data_ptr(), part.element_size()) for part in tile.parts(self.region)]
+        # Of each moment, where its exponents begin; only those of int8 are looked at.
+        exponents = [address + tile.stop - tile.start for address, _ in parts[tile.form.masters :]]
         rows: list[list[int]] = []
+        places: list[list[int]] = []
         for position, row in zip(self.positions, self.rows, strict=True):
             offset = block.layout.offsets[position]
             start = max(offset, tile.start)
@@ -165,7 +169,18 @@ class TileUpdate:
                     int(row),
                 ]
             )
-        return np.asarray(rows, dtype=np.int64).reshape(len(rows), 7)
+            places.append(
+                [
+                    stream_of(block.parameters[position].name),
+                    block.own_slice(position).start + start - offset,
+                    *(place + (start - tile.start) // GROUP for place in exponents),
+                    *(0 for _ in range(2 - len(exponents))),
+                ]
+            )
+        return (
+            np.asarray(rows, dtype=np.int64).reshape(len(rows), 7),
+            np.asarray(places, dtype=np.int64).reshape(len(rows), 4),
+        )
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -469,7 +484,7 @@ class SwappedStates:
         number = -(-block.chunk // most)
         size = round_up(-(-block.chunk // number), unit)
         return [
-            (start, stop, tuple(round_up((stop - start) * w, alignment) for w in form.widths))
+            (start, stop, tuple(round_up(size, alignment) for size in form.sizes(stop - start)))
             for alignment in (self._store.alignment,)
             for start in range(0, block.chunk, size)
             for stop in (min(start + size, block.chunk),)
@@ -477,15 +492,21 @@ class SwappedStates:
 
     def _tile_numels(self, form: StateForm) -> tuple[int, int]:
         """What the elements of a tile are a multiple of, and the most there are."""
-        unit = self._store.alignment // min(form.widths)
-        element = _WORKING * sum(form.widths)
-        numel = self._buffer_bytes // element // unit * unit
-        if numel < unit:
+        alignment = self._store.alignment
+        unit = alignment // min(dtype.itemsize for dtype in form.dtypes)
+        # Bytes of a unit, and what a tile takes beyond its units where exponents end within a page.
+        nbytes, padded = (
+            sum(form.sizes(unit)),
+            sum(round_up(s, alignment) for s in form.sizes(unit)),
+        )
+        slack = 0 if padded == nbytes else alignment * form.states
+        units = max(0, self._buffer_bytes // _WORKING - slack) // nbytes
+        if units < 1:
             raise BudgetError(
-                f"nvme_buffer_bytes={self._buffer_bytes:,} cannot hold {_WORKING} tiles of {len(form.widths)} states of "
-                f"{unit} elements: give at least {element * unit:,} bytes"
+                f"nvme_buffer_bytes={self._buffer_bytes:,} cannot hold {_WORKING} tiles of {len(form.dtypes)} states of "
+                f"{unit} elements: give at least {_WORKING * (nbytes + slack):,} bytes"
             )
-        return unit, numel
+        return unit, units * unit
 
     def _slab_size(self, blocks: Sequence[tuple[Block, StateForm]]) -> tuple[int, int]:
         """Bytes and number of slabs."""
