@@ -23,6 +23,7 @@ import signal
 import struct
 import sys
 import threading
+import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 STACK_SIGNAL = signal.SIGUSR1
+GRACE_SECONDS = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +187,14 @@ def leave_default_group() -> None:
 def leftover_threads() -> list[str]:
     """Names of the Python threads that the rank's function left running."""
     main = threading.main_thread()
-    return [thread.name for thread in threading.enumerate() if thread is not main]
+    left = [thread for thread in threading.enumerate() if thread is not main]
+    if left:
+        # Those of a pool of the standard library end once nobody refers to it; a cycle of another library's may.
+        gc.collect()
+        limit = time.monotonic() + GRACE_SECONDS
+        for thread in left:
+            thread.join(max(limit - time.monotonic(), 0.0))
+    return [thread.name for thread in left if thread.is_alive()]
 
 
 def perform(job: Job, rank: int) -> Outcome:
