@@ -128,9 +128,9 @@ def test_nothing_is_allocated_after_the_second_step(
 
     original, allocated = threads.allocate_host, []
 
-    def counting(nbytes: int) -> Tensor:
+    def counting(nbytes: int, node: int | None = None) -> Tensor:
         allocated.append(nbytes)
-        return original(nbytes)
+        return original(nbytes, node)
 
     monkeypatch.setattr(threads, "allocate_host", counting)
     model = make_gpt(torch.bfloat16)

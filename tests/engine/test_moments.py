@@ -231,7 +231,7 @@ def test_bytes_in_memory_and_on_the_way(kind: MomentDType, sixteen: int, tmp_pat
                 engine.backward(model(torch.ones(2, 256).bfloat16()).float().sum())
                 optimizer.step()
                 optimizer.zero_grad()
-                engine.wait_for_update()
+                engine.drain()
                 after = engine.ledger()
             if name == "nvme":
                 moved = 4 * numel + 2 * numel * sixteen // 16

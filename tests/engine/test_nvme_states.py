@@ -628,9 +628,9 @@ def test_nothing_is_allocated_after_the_second_step(
 
     original, allocated = threads.allocate_host, []
 
-    def counting(nbytes: int) -> Tensor:
+    def counting(nbytes: int, node: int | None = None) -> Tensor:
         allocated.append(nbytes)
-        return original(nbytes)
+        return original(nbytes, node)
 
     model = make_gpt(torch.bfloat16)
     for module in (threads, store):

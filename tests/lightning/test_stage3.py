@@ -338,15 +338,17 @@ def evaluated(rank: int, size: int, folder: Path) -> None:
     results = []
     for name in ("zero_2", "zero_3"):
         run = fit(name, size)
-        run.trainer.save_checkpoint(folder / "one.ckpt")
+        # A file at stage 2, a folder at stage 3.
+        path = folder / f"{name}.ckpt"
+        run.trainer.save_checkpoint(path)
         pl = spelling("lightning.pytorch")
         module, trainer = module_class(pl)(), make_trainer(pl, name, size)
         found = [
-            trainer.test(module, held_out(), ckpt_path=folder / "one.ckpt", verbose=False),
-            trainer.validate(module, held_out(), ckpt_path=folder / "one.ckpt", verbose=False),
+            trainer.test(module, held_out(), ckpt_path=path, verbose=False),
+            trainer.validate(module, held_out(), ckpt_path=path, verbose=False),
         ]
         trainer.fit(module, data(), held_out())
-        found.append(trainer.test(module, held_out(), ckpt_path=folder / "one.ckpt", verbose=False))
+        found.append(trainer.test(module, held_out(), ckpt_path=path, verbose=False))
         assert found[0] == found[2]
         results.append(found)
     assert results[0] == results[1]
@@ -538,16 +540,15 @@ def made_late(rank: int, size: int, folder: Path) -> None:
 
     results = []
     for name in ("zero_2", "zero_3"):
-        fit(name, size, module=lambda pl: Late()).trainer.save_checkpoint(folder / "late.ckpt")
-        resumed = fit(
-            name, size, module=lambda pl: Late(), max_epochs=3, ckpt_path=folder / "late.ckpt"
-        )
+        path = folder / f"{name}.ckpt"
+        fit(name, size, module=lambda pl: Late()).trainer.save_checkpoint(path)
+        resumed = fit(name, size, module=lambda pl: Late(), max_epochs=3, ckpt_path=path)
         pl.seed_everything(7, verbose=False)
         trainer = make_trainer(pl, name, size, precision="bf16-true")
         with trainer.init_module(empty_init=True):
             module = module_class(pl)()
         assert module.net[0].weight.dtype == torch.bfloat16
-        trainer.validate(module, held_out(), ckpt_path=folder / "late.ckpt", verbose=False)
+        trainer.validate(module, held_out(), ckpt_path=path, verbose=False)
         trainer.fit(module, data(), held_out())
         resumed.losses += module.losses
         results.append(resumed)
@@ -598,7 +599,7 @@ def infinity(rank: int, size: int, folder: str) -> None:
 
     def strategy() -> Any:
         tiers: dict[str, Any] = {"params": "nvme", "optimizer": "nvme", "gradients": "nvme"}
-        return ZeroOffloadStrategy(stage=3, **tiers, nvme_path=folder)
+        return ZeroOffloadStrategy(stage=3, **tiers, nvme_path=folder, checkpoint="file")
 
     module = module_class_of_adamw
     expected, found = (
