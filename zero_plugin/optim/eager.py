@@ -11,10 +11,9 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from zero_plugin.errors import EngineStateError
 from zero_plugin.grads.norm import Clip
+from zero_plugin.optim.plan import is_same_update
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,13 +98,8 @@ class EagerUpdater:
             begun = self._begun.get(item.block.index)
             if begun is None:
                 continue
-            done = begun.updated.plan
-            same = (
-                clip == begun.clip
-                and item.positions == done.positions
-                and torch.equal(plan.hyper[item.rows.tolist()], begun.hyper[done.rows.tolist()])
-            )
-            if not same:
+            same = is_same_update(item, plan.hyper, begun.updated.plan, begun.hyper)
+            if not same or clip != begun.clip:
                 raise EngineStateError(
                     f"{item.block.name} had its step inside backward (update_in_backward=True), and something that step depends on "
                     "has changed since: change learning rates and other options before backward, not between backward and step()"

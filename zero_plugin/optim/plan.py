@@ -45,6 +45,13 @@ class StepPlan:
     hyper: Tensor
 
 
+def is_same_update(one: BlockPlan, hyper: Tensor, other: BlockPlan, other_hyper: Tensor) -> bool:
+    """Whether two plans of a block update the same members with the same hyper-parameters, each table with its own rows."""
+    return one.positions == other.positions and torch.equal(
+        hyper[one.rows.tolist()], other_hyper[other.rows.tolist()]
+    )
+
+
 def plan_step(
     blocks: Iterable[Block],
     *,

@@ -13,15 +13,14 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from zero_plugin.grads.norm import Clip
-from zero_plugin.optim.plan import BlockPlan, StepPlan
+from zero_plugin.optim.plan import BlockPlan, StepPlan, is_same_update
 from zero_plugin.runtime.operations import Copy
 from zero_plugin.store.layout import round_up
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from zero_plugin.grads.offload import GradientShards
     from zero_plugin.optim.blocks import BlockStates
     from zero_plugin.optim.form import StateForm
@@ -208,12 +207,10 @@ class Speculator:
         begun = self._begun.get(block.index)
         if begun is None:
             return None
-        done = begun.updated.plan
         same = (
             contributions == begun.contributions
             and clip == begun.clip
-            and plan.positions == done.positions
-            and torch.equal(hyper[plan.rows.tolist()], begun.hyper[done.rows.tolist()])
+            and is_same_update(plan, hyper, begun.updated.plan, begun.hyper)
         )
         if not same:
             self.undo([block])
