@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -28,6 +29,7 @@ from zero_plugin.grads.scaler import LossScaler
 from zero_plugin.optim.lion import Lion
 from zero_plugin.optim.rule import rule_for
 from zero_plugin.parts import DTYPES, assemble
+from zero_plugin.planner.layers import LAID_OUT, Layers
 from zero_plugin.resources import Resources
 from zero_plugin.runtime.backend import Backend, HostCompute, Lane, LaneKind, Memory
 from zero_plugin.runtime.execution import Services
@@ -60,6 +62,9 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 }
 """By the names that the command line takes; each with its defaults, `sgd` with momentum."""
 
+_PASSED = 8
+"""Equal layers that the gatherer is led through, and three more for each that it gathers ahead: nothing new comes after them."""
+
 _ROUNDS = 2
 """Steps the gatherer is led through: in the first it foresees nothing."""
 
@@ -88,6 +93,22 @@ class Footprint:
         """All bytes of a tier that the engine causes, transients included."""
         total = sum(self.table[name].values())
         return total + (self.gathered + self.unreduced if name == "device" else 0)
+
+    def plus(self, more: Footprint, less: Footprint, *, times: int) -> Footprint:
+        """With `times` what one footprint has beyond another; the largest are the same in all of them."""
+        return replace(
+            self,
+            table={
+                tier: {
+                    kind: nbytes + times * (more.table[tier][kind] - less.table[tier][kind])
+                    for kind, nbytes in kinds.items()
+                }
+                for tier, kinds in self.table.items()
+            },
+            unreduced=self.unreduced + times * (more.unreduced - less.unreduced),
+            blocks=self.blocks + times * (more.blocks - less.blocks),
+            units=self.units + times * (more.units - less.units),
+        )
 
 
 class _DryLane(Lane):
@@ -250,6 +271,10 @@ class DryModel:
         self.model = model
         self.optimizer = optimizer_for(model, optimizer)
         self._gathered: dict[tuple[Any, ...], int] = {}
+        self.laid_out = 0
+        """Engines whose parts were laid out for a footprint."""
+        self.laid_out_blocks = 0
+        """Blocks that these had together."""
 
     @property
     def parameters(self) -> int:
@@ -312,12 +337,53 @@ class DryModel:
             ConfigError: the combination is refused.
             BudgetError: `nvme_buffer_bytes` is too small.
         """
-        trial = _Trial(self.model, self.optimizer, config, world_size)
+        layers = self._layers
+        if config.undo_bytes is not None and config.speculate:
+            # Blocks get memory to be undone with until there is none: no sum over equal layers.
+            found = self._lay_out(self.model, config, world_size, accumulate)
+        else:
+            found = self._lay_out_a_few(layers, config, world_size, accumulate)
+        return replace(found, gathered=self.gathered(config)) if found.units else found
+
+    @cached_property
+    def _layers(self) -> Layers:
+        return Layers(self.model)
+
+    def _lay_out_a_few(
+        self, layers: Layers, config: ZeroConfig, world_size: int, accumulate: int
+    ) -> Footprint:
+        """With few of the equal layers, and what the others add."""
+        division = layers.divide(config)
+        removed = [number for run in division.runs for number in run.beyond(LAID_OUT)]
+
+        def laid_out(without: Sequence[int]) -> Footprint:
+            fraction = division.fraction(without) if config.device_fraction else 0.0
+            return self._lay_out(
+                layers.without(without),
+                replace(config, device_fraction=fraction),
+                world_size,
+                accumulate,
+            )
+
+        few = found = laid_out(removed)
+        for run in division.runs:
+            one = run.layers[LAID_OUT]
+            more = laid_out([number for number in removed if number != one])
+            found = found.plus(more, few, times=run.count - LAID_OUT)
+        return found
+
+    def _lay_out(
+        self, model: nn.Module, config: ZeroConfig, world_size: int, accumulate: int
+    ) -> Footprint:
+        """What the engine of a model takes, with nothing gathered."""
+        self.laid_out += 1
+        trial = _Trial(model, self.optimizer, config, world_size)
         try:
             table = trial.fill(accumulate)
-            table["device"]["staging"] += trial.workspace()
+            table["device"]["staging"] += trial.workspace(self._sent)
             units = [] if trial.parts.sharded is None else trial.parts.sharded.units
-            found = Footprint(
+            self.laid_out_blocks += len(trial.roster.blocks)
+            return Footprint(
                 table=table,
                 gathered=0,
                 unreduced=trial.unreduced(accumulate),
@@ -326,14 +392,26 @@ class DryModel:
                 units=len(units),
             )
         finally:
-            _make_plain(self.model)
-        return replace(found, gathered=self.gathered(config)) if units else found
+            _make_plain(model)
+
+    @cached_property
+    def _sent(self) -> tuple[int, int]:
+        """Number and bytes of the tensors that the first rank sends to all."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        return len(tensors), sum(item.numel() * item.element_size() for item in tensors)
 
     def gathered(self, config: ZeroConfig) -> int:
         """Most bytes of full weights at once, the same for every number of ranks and every tier."""
         key = (config.prefetch_units, config.prefetch_limit, config.persist_below)
         if key not in self._gathered:
-            plan = plan_units(self.model, persist_below=config.persist_below)
+            model = self._layers.without(
+                [
+                    number
+                    for run in self._layers.alike()
+                    for number in run.beyond(_PASSED + 3 * config.prefetch_units)
+                ]
+            )
+            plan = plan_units(model, persist_below=config.persist_below)
             # The gatherer's own limit, given to it so that it need not find the largest unit at every turn.
             largest = max(
                 (sum(p.numel() * p.element_size() for _, p in u.parameters) for u in plan.units),
@@ -348,14 +426,14 @@ class DryModel:
                 prefetch_bytes=largest * config.prefetch_units if ahead is None else ahead,
                 persist_below=config.persist_below,
             )
-            trial = _Trial(self.model, self.optimizer, alone, 1)
+            trial = _Trial(model, self.optimizer, alone, 1)
             try:
                 trial.fill(1)
                 sharded = trial.parts.sharded
-                found = 0 if sharded is None else _most_gathered(self.model, sharded, plan.uses)
+                found = 0 if sharded is None else _most_gathered(model, sharded, plan.uses)
                 self._gathered[key] = found
             finally:
-                _make_plain(self.model)
+                _make_plain(model)
         return self._gathered[key]
 
 
@@ -414,6 +492,8 @@ class _Trial:
                 states.add_blocks(blocks)
             parts.buckets.add_blocks(blocks)
             parts.pipeline.add_blocks(blocks)
+            if config.speculate:
+                parts.undo.add_blocks(self.accounts.with_states(blocks))
             if parts.sharded is not None:
                 parts.sharded.gatherer.set_units(parts.sharded.units)
                 parts.sharded.gatherer.release_all()
@@ -438,8 +518,12 @@ class _Trial:
         sizes = [sum(m.nbytes for m in block.parameters) for block in self.roster.blocks]
         return sum(sorted(sizes, reverse=True)[:2])
 
-    def workspace(self) -> int:
-        """What the transport of host tensors keeps: pieces on their way to be summed, and one of the first broadcast."""
+    def workspace(self, sent: tuple[int, int]) -> int:
+        """What the transport of host tensors keeps: pieces on their way to be summed, and one of the first broadcast.
+
+        Args:
+            sent: number and bytes of the tensors of that broadcast.
+        """
         others, blocks = self.world_size - 1, self.roster.blocks
         if not others or not blocks:
             return 0
@@ -447,9 +531,8 @@ class _Trial:
         parted = self.world_size // self.parts.place.shards
         nbytes = max(block.chunk for block in blocks) // parted * self.parts.buckets.wire.itemsize
         pieces = 2 * others * round_up(min(PIECE_BYTES, nbytes), 64)
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        sent = sum(item.numel() * item.element_size() for item in tensors)
-        return pieces + (min(PIECE_BYTES, sent) if len(tensors) > 1 else 0)
+        tensors, size = sent
+        return pieces + (min(PIECE_BYTES, size) if tensors > 1 else 0)
 
 
 @contextmanager
