@@ -92,8 +92,9 @@ class Side:
 
     def read(self) -> None:
         """Read states in files, as a save does."""
-        for _ in pieces_of(self.engine._checkpoints._holdings.state_parts()[1]):
-            pass
+        for item in self.engine._checkpoints._holdings.state_parts()[1]:
+            for _ in pieces_of(item.parts):
+                pass
 
     def steps_beside(self, *, save: bool, steps: int = 0) -> tuple[float, float, int]:
         """Seconds of some steps, or of those that a save takes; seconds of the call, and the number of steps."""

@@ -23,9 +23,11 @@ from zero_plugin.optim.pipeline import Published, StepPipeline, Updated
 from zero_plugin.optim.plan import BlockPlan
 from zero_plugin.optim.speculation import Speculator
 from zero_plugin.optim.states import OptimizerStates
-from zero_plugin.runtime.backend import Backend
+from zero_plugin.runtime.backend import Backend, Lane, Ticket
+from zero_plugin.runtime.operations import Snapshot
 from zero_plugin.sharding.control import Control
 from zero_plugin.sharding.parameters import RESIDENT, ManagedParameter
+from zero_plugin.sharding.partition import Block
 from zero_plugin.sharding.pending import PendingWeights
 from zero_plugin.sharding.roster import Roster
 
@@ -204,6 +206,28 @@ class Stepper:
         """Take weights that user code wrote since the last step into the masters; all ranks call it."""
         self.wait()
         self._take_writes(number)
+
+    def take_writes_beside(self, number: int) -> None:
+        """As `take_writes`, but the last step's update goes on where user code wrote nothing; weights that are shown are there."""
+        self.undo()
+        if self.has_held:
+            self._pending.finish_all()
+        self._take_writes(number)
+
+    def read_states(
+        self, block: Block, lane: Lane, operation: Snapshot, after: Sequence[Ticket[Any]]
+    ) -> Ticket[None]:
+        """Have a lane read a block's states as the last step's update leaves them; its next update comes after that.
+
+        Args:
+            block: the block.
+            lane: a host lane.
+            operation: what reads them.
+            after: what must have ended, too.
+        """
+        ticket = lane.submit(operation, after=(*after, *self._pipeline.running(block)))
+        self._pipeline.follow(block, ticket)
+        return ticket
 
     def import_weights(self, indices: set[int]) -> None:
         """Take weights that user code wrote, already known on all ranks, into the masters."""

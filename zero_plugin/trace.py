@@ -31,6 +31,7 @@ _CAUSES = {
     "gradients": ("offload", "fetch", "collectives", "gradients"),
     "update": ("update", "upload", "publish", "fetch weights for the update"),
     "files": (
+        "checkpoint",
         "read states",
         "write states",
         "read weights",

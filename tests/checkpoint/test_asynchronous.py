@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import Case, build, state_of, train
+from safetensors.torch import load_file
+from support.checkpoints import Case, build, rows, state_of, train
+from support.models import OddMLP, make
 from support.ranks import run_ranks
-from support.training import PRELOAD, assert_same_bits
+from support.training import PRELOAD, adamw, assert_same_bits, config
 
-from zero_plugin.checkpoint import saving, shardfile
+from zero_plugin import ZeroEngine
+from zero_plugin.checkpoint import pieces, shardfile
 from zero_plugin.errors import CheckpointError
+from zero_plugin.kernels import Kernels
+from zero_plugin.store.store import NvmeStore
 
 CASES = [
     Case(1, 1, "device"),
@@ -32,18 +39,18 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
         self.opened = threading.Event()
         self.held = threading.Event()
-        pieces = shardfile.pieces_of
+        original = shardfile.pieces_of
         passed = [0]
 
         def held_back(parts: Any) -> Any:
-            for piece in pieces(parts):
+            for piece in original(parts):
                 passed[0] += 1
                 if passed[0] > free:
                     self.held.set()
                     self.opened.wait(20)
                 yield piece
 
-        monkeypatch.setattr(saving, "pieces_of", held_back)
+        monkeypatch.setattr(pieces, "pieces_of", held_back)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -65,6 +72,146 @@ def test_it_holds_the_state_of_the_call(case: Case, tmp_path: Path) -> None:
     assert engine.load_checkpoint(tmp_path / "ck") == "then"
     assert optimizer.param_groups[0]["lr"] == 3e-3
     assert_same_bits(state_of(engine), wanted)
+    engine.close()
+
+
+class HeldUpdates:
+    """Holds back every update of a block until it is opened, and has states reach their files some time later."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        self.opened.set()
+        self.ended = 0
+        self.late = 0.0
+        update, write = Kernels.update, NvmeStore.write
+
+        def held_back(*args: Any, **options: Any) -> None:
+            self.opened.wait(20)
+            update(*args, **options)
+            self.ended += 1
+
+        def write_late(*args: Any, **options: Any) -> None:
+            time.sleep(self.late)
+            write(*args, **options)
+
+        monkeypatch.setattr(Kernels, "update", held_back)
+        monkeypatch.setattr(NvmeStore, "write", write_late)
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "host": {"stage": 2},
+    "chaos": {"stage": 2, "backend": "chaos"},
+    "nvme": {"stage": 2, "optimizer": "nvme"},
+    "nvme with a cache": {"stage": 1, "optimizer": "nvme", "nvme_cache_bytes": 1 << 20},
+    "int8": {"stage": 2, "moment_dtype": "int8"},
+    "bf16 in files": {"stage": 2, "optimizer": "nvme", "moment_dtype": "bf16"},
+    "sharded": {"stage": 3, "params": "host"},
+    "sharded in files": {"stage": 3, "params": "nvme", "optimizer": "nvme"},
+    "delayed": {"stage": 2, "delayed_update": True, "delayed_update_warmup": 2},
+    "delayed, sharded": {"stage": 3, "delayed_update": True, "delayed_update_warmup": 2},
+}
+
+
+def build_half(folder: Path, form: str) -> tuple[Any, Any, ZeroEngine]:
+    """A seeded bf16 model, whose masters lie apart from its weights."""
+    settings = (
+        {"nvme_path": folder, **BESIDE[form]} if "nvme" in str(BESIDE[form]) else BESIDE[form]
+    )
+    model = make(OddMLP).to(torch.bfloat16)
+    optimizer = adamw(model.parameters())
+    return model, optimizer, ZeroEngine(model, optimizer, config(**settings))
+
+
+def train_half(model: Any, engine: ZeroEngine, steps: range) -> None:
+    for step in steps:
+        engine.backward(model(rows(step, 0, 1).bfloat16()).square().mean())
+        engine.step()
+        engine.zero_grad()
+
+
+def content_of(place: Path) -> tuple[dict[str, torch.Tensor], Any]:
+    """Tensors and index of a checkpoint of one rank, but for what differs from save to save."""
+    (file,) = place.glob("*.safetensors")
+    index = json.loads((place / "index.json").read_text())
+    return load_file(file), {key: index[key] for key in ("parameters", "optimizers", "pending")}
+
+
+@pytest.mark.parametrize("form", BESIDE)
+def test_the_call_waits_for_no_update_and_is_the_save_of_that_moment(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _, engine = build_half(tmp_path, form)
+    train_half(model, engine, range(4))
+    engine.save_checkpoint(tmp_path / "then")
+    engine.close()
+    held = HeldUpdates(monkeypatch)
+    model, _, engine = build_half(tmp_path, form)
+    train_half(model, engine, range(3))
+    engine.wait_for_update()
+    held.opened.clear()
+    held.ended = 0
+    held.late = 0.1
+    train_half(model, engine, range(3, 4))
+    engine.save_checkpoint(tmp_path / "beside", asynchronous=True)
+    assert held.ended == 0
+    time.sleep(0.1)  # What does not wait for the update copies the state before it now.
+    held.opened.set()
+    train_half(model, engine, range(4, 5))
+    held.late = 0.0
+    train_half(model, engine, range(5, 7))
+    engine.close()
+    tensors, described = content_of(tmp_path / "beside")
+    wanted, description = content_of(tmp_path / "then")
+    assert_same_bits(tensors, wanted)
+    assert described == description
+
+
+@pytest.mark.parametrize(
+    "early", [{"speculate": True}, {"update_in_backward": True, "nonfinite": "propagate"}], ids=str
+)
+def test_an_update_inside_backward_comes_after_the_copy(
+    early: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _, engine = build(tmp_path, stage=2, bucket_bytes=256, **early)
+    train(model, engine, range(3))
+    wanted = state_of(engine)
+    gate = Gate(monkeypatch, free=12)
+    engine.save_checkpoint(tmp_path / "ck", asynchronous=True)
+    assert gate.held.wait(10)
+    # Backward begins the updates, which wait for the copy.
+    engine.backward(model(rows(3, 0, 1)).square().mean())
+    gate.opened.set()
+    engine.step()
+    assert engine.speculation["taken"] > 0
+    engine.zero_grad()
+    train(model, engine, range(4, 6))
+    engine.close()
+    _, _, engine = build(tmp_path, stage=2)
+    engine.load_checkpoint(tmp_path / "ck")
+    assert_same_bits(state_of(engine), wanted)
+    engine.close()
+
+
+def test_an_update_that_fails_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _, engine = build(tmp_path, stage=2)
+    train(model, engine, range(2))
+    engine.save_checkpoint(tmp_path / "ck", extra="first")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(Kernels, "update", fail)
+    train(model, engine, range(2, 3))
+    engine.save_checkpoint(tmp_path / "ck", extra="second", asynchronous=True)
+    with pytest.raises(CheckpointError, match=r"saving .*ck failed: .*no kernel"):
+        engine.drain()
+    monkeypatch.undo()
+    engine.abort_step()
+    engine.zero_grad()
+    assert engine.load_checkpoint(tmp_path / "ck") == "first"
+    train(model, engine, range(2, 4))
     engine.close()
 
 

@@ -14,7 +14,7 @@ from zero_plugin.checkpoint import random_states, tree
 from zero_plugin.checkpoint.format import DTYPES, VALUE, slice_name
 from zero_plugin.checkpoint.index import stamp
 from zero_plugin.checkpoint.shardfile import Part, whole
-from zero_plugin.checkpoint.source import Holdings, buffer_parts, state_kinds
+from zero_plugin.checkpoint.source import BlockParts, Holdings, buffer_parts, state_kinds
 from zero_plugin.config import ZeroConfig
 from zero_plugin.errors import CheckpointError
 from zero_plugin.optim.plan import BlockPlan
@@ -28,16 +28,21 @@ class Capture:
     """What one rank saves.
 
     Attributes:
-        volatile: parts that must be written before user code goes on.
-        parts: parts that only the engine changes.
+        volatile: parts that must be read before user code goes on.
+        blocks: parts that only the engine changes, block by block.
         values: this rank's own values, as JSON.
         content: rank 0's part of the index, else empty.
     """
 
     volatile: list[Part]
-    parts: list[Part]
+    blocks: list[BlockParts]
     values: Mapping[str, Any]
     content: Mapping[str, Any]
+
+    @property
+    def parts(self) -> list[Part]:
+        """All of them, in the order of the file."""
+        return [*self.volatile, *(part for item in self.blocks for part in item.parts)]
 
 
 def capture(  # noqa: PLR0913 - what is saved, and what it depends on
@@ -89,19 +94,20 @@ def capture(  # noqa: PLR0913 - what is saved, and what it depends on
         for name, item in tensors.items()
     ]
     volatile += holdings.volatile_parts()
-    parts: list[Part] = []
+    blocks: list[BlockParts] = []
     # Read through lanes, which are the training's own afterwards.
     volatile += holdings.frozen_parts()
     if optimizer:
         held = {name for line in pending for name in line["held"]}
-        first, parts = holdings.state_parts()
+        first, blocks = holdings.state_parts()
         volatile += [*first, *(holdings.weight_parts(held) if held else [])]
     else:
         newer = {plan.block.parameters[i].name for plan, _ in ahead for i in plan.positions}
         volatile += holdings.weight_parts(holdings.managed_names - newer)
         volatile += holdings.ahead_parts(ahead)
-    _check_dtypes((*volatile, *parts))
-    return Capture(volatile=volatile, parts=parts, values=values, content=content)
+    found = Capture(volatile=volatile, blocks=blocks, values=values, content=content)
+    _check_dtypes(found.parts)
+    return found
 
 
 def _check_dtypes(parts: Sequence[Part]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from zero_plugin.checkpoint.capture import capture
 from zero_plugin.checkpoint.folder import PartialFolder
 from zero_plugin.checkpoint.loading import DelayedUpdate, Load
 from zero_plugin.checkpoint.saving import Save
-from zero_plugin.checkpoint.source import Holdings
+from zero_plugin.checkpoint.source import BlockParts, Holdings
 from zero_plugin.config import ZeroConfig
 from zero_plugin.grads.nonfinite import NonFinitePolicy
-from zero_plugin.runtime.backend import Backend
+from zero_plugin.runtime.backend import Backend, Lane, Ticket
+from zero_plugin.runtime.operations import Snapshot
 from zero_plugin.sharding.control import Control
 from zero_plugin.sharding.hooks import untraced
 
@@ -68,7 +70,7 @@ class Checkpoints:
         """See `ZeroEngine.save_checkpoint`; `optimizer=False` saves compute weights and buffers only."""
         self.settle()
         with untraced(), torch.inference_mode(mode=False), torch.no_grad():
-            self._import_weights()
+            self._import_weights(beside=asynchronous and optimizer and self._holdings.are_apart)
             save = self._begin(Path(os.path.abspath(directory)), keep_last)  # noqa: PTH100 - keeps links
             try:
                 found = capture(
@@ -85,8 +87,9 @@ class Checkpoints:
                 save.fail(error)
             else:
                 if asynchronous:
-                    save.start(found)
                     self._running = save
+                    lane = self._backend.lane("checkpoint", "host")
+                    save.start(found, lane, partial(self._read_states, lane))
                     return
                 save.write(found)
             save.finish()
@@ -149,7 +152,7 @@ class Checkpoints:
             running.abandon()
 
     def before_step(self) -> None:
-        """The engine is about to change states: wait until they are copied; end a save whose files are written.
+        """A step begins: end a save whose files are written. What is not copied yet, the step's updates come after.
 
         Raises:
             CheckpointError: the save failed on some rank.
@@ -157,7 +160,6 @@ class Checkpoints:
         running = self._running
         if running is None:
             return
-        self.wait_until_captured()
         mine = 2 if running.failed else int(running.ended)
         rows = self._control.exchange(
             torch.tensor([mine], dtype=torch.int64, device="cpu"), label="asynchronous save"
@@ -174,38 +176,49 @@ class Checkpoints:
 
     # Inside ------------------------------------------------------------------------------------------------------
 
-    def _import_weights(self) -> None:
-        """Take in weights that user code wrote; bring lanes to rest, and everything in files to its file."""
+    def _import_weights(self, *, beside: bool = False) -> None:
+        """Take in weights that user code wrote; bring everything in files to its file.
+
+        Args:
+            beside: the last step's update goes on; else lanes are at rest afterwards.
+        """
         holdings = self._holdings
         for number, states in enumerate(holdings.states):
-            self._delayed.take_writes(number)
+            if beside:
+                self._delayed.take_writes_beside(number)
+            else:
+                self._delayed.take_writes(number)
             if states.swap is not None:
                 states.swap.forget_cache()
-        self._backend.drain()
+        if not beside:
+            self._backend.drain()
+
+    def _read_states(self, lane: Lane, item: BlockParts, operation: Snapshot) -> Ticket[None]:
+        return self._delayed.read_states(item.block, lane, operation, item.after)
 
     def _begin(self, target: Path, keep_last: int | None) -> Save:
-        partial: PartialFolder | None = None
+        made: PartialFolder | None = None
         error: Exception | None = None
         try:
             folder.check_keep_last(target, keep_last)
             if self._control.rank == 0:
-                partial = PartialFolder(target)
+                made = PartialFolder(target)
         except Exception as failure:  # noqa: BLE001 - raised on every rank
             error = failure
         try:
             agree(self._control, error, f"saving {target}")
-            token = 0 if partial is None else partial.token
+            token = 0 if made is None else made.token
             rows = self._control.exchange(
                 torch.tensor([token], dtype=torch.int64, device="cpu"), label="checkpoint"
             )
         except BaseException:
-            if partial is not None:
-                partial.discard()
+            if made is not None:
+                made.discard()
             raise
         return Save(
             self._control,
             target,
-            partial,
+            made,
             folder.partial_path(target, int(rows[0][0])),
             keep_last=keep_last,
         )

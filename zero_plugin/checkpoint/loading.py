@@ -20,7 +20,10 @@ from zero_plugin.checkpoint.shardfile import RangeReader, checksum_of
 from zero_plugin.checkpoint.source import Holdings, Target, state_kinds
 from zero_plugin.errors import CheckpointError
 from zero_plugin.optim.plan import BlockPlan
+from zero_plugin.runtime.backend import Lane, Ticket
+from zero_plugin.runtime.operations import Snapshot
 from zero_plugin.sharding.control import Control
+from zero_plugin.sharding.partition import Block
 
 
 class DelayedUpdate(Protocol):
@@ -40,6 +43,16 @@ class DelayedUpdate(Protocol):
 
     def take_writes(self, number: int) -> None:
         """Wait for updates, and take in weights that user code wrote; a collective."""
+        ...
+
+    def take_writes_beside(self, number: int) -> None:
+        """As `take_writes`, but updates go on where user code wrote nothing."""
+        ...
+
+    def read_states(
+        self, block: Block, lane: Lane, operation: Snapshot, after: Sequence[Ticket[Any]]
+    ) -> Ticket[None]:
+        """Have a lane read a block's states after the last step's update, and before its next one."""
         ...
 
     def forget_held(self, number: int) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,127 +19,59 @@ from zero_plugin.checkpoint.capture import Capture
 from zero_plugin.checkpoint.folder import PartialFolder
 from zero_plugin.checkpoint.format import INDEX, file_name, seal_index
 from zero_plugin.checkpoint.index import RANK_VALUES, complete
+from zero_plugin.checkpoint.pieces import Pieces
 from zero_plugin.checkpoint.progress import shown
-from zero_plugin.checkpoint.shardfile import (
-    PIECE_BYTES,
-    SMALL_BYTES,
-    Written,
-    header_of,
-    pieces_of,
-    read_header,
-    write_file,
-)
-from zero_plugin.errors import CheckpointError
+from zero_plugin.checkpoint.shardfile import Written, header_of, read_header, write_file
+from zero_plugin.checkpoint.source import BlockParts
+from zero_plugin.errors import LaneError
+from zero_plugin.runtime.backend import Lane, Ticket
+from zero_plugin.runtime.operations import Snapshot
 from zero_plugin.sharding.control import Control
 
-SNAPSHOT_BYTES = 256 << 20
-"""Most bytes that an asynchronous save has copied and not written yet."""
-
-AHEAD_BYTES = 64 << 20
-"""Most bytes that a save has read and not written yet, where nothing runs beside it."""
+OrderedRead = Callable[[BlockParts, Snapshot], Ticket[None]]
+"""Has a lane read a block's states between its last update and its next one."""
 
 
-class _Pieces:
-    """The bytes of a save on their way to the thread that writes; a bounded number of them.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Taker:
+    """Copies the states of one block; an error is the save's and not the lane's."""
 
-    Args:
-        capture: what is read.
-        ended: set when nobody writes any more.
-        captured: set here when everything is read.
-        copied: every piece is a copy; else only those whose memory is used again.
-    """
+    item: BlockParts
+    pieces: Pieces
 
-    def __init__(
-        self,
-        capture: Capture,
-        ended: threading.Event,
-        captured: threading.Event,
-        *,
-        copied: bool,
-    ) -> None:
-        self._capture = capture
-        self._ended = ended
-        self._captured = captured
-        self._copied = copied
-        self._first = threading.Event()
-        # New pages cost as much as the copy: buffers go round.
-        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-        self._line: queue.Queue[_Piece | BaseException | None] = queue.Queue(
-            max(1, (SNAPSHOT_BYTES if copied else AHEAD_BYTES) // PIECE_BYTES)
-        )
-        self._thread = threading.Thread(target=self._read, name="checkpoint pieces", daemon=True)
+    @property
+    def reads(self) -> tuple[Tensor, ...]:
+        """The states."""
+        return self.item.reads
 
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def wait_for_volatile(self) -> None:
-        """Wait until what user code may change is read."""
-        self._first.wait()
-
-    def join(self) -> None:
-        """Wait until nothing of the states is read any more, after `ended` is set."""
-        self._thread.join()
-
-    def __iter__(self) -> Iterator[Tensor]:
-        """The pieces in order, each until the next is asked for; raises what reading raised."""
-        while (item := self._next()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item.content
-            if item.buffer is not None:
-                self._free.put(item.buffer)
-
-    def _next(self) -> _Piece | BaseException | None:
-        while not self._ended.is_set():
-            with suppress(queue.Empty):
-                return self._line.get(timeout=0.1)
-        return CheckpointError("the save was dropped")
-
-    def _read(self) -> None:
-        end: BaseException | None = None
+    def take(self) -> None:
+        """Copy them."""
         try:
-            with torch.no_grad():
-                for parts in (self._capture.volatile, self._capture.parts):
-                    for part in parts:
-                        for content in pieces_of((part,)):
-                            if self._ended.is_set():
-                                return
-                            copied = self._copied or part.transient
-                            self._put(self._copy(content) if copied else _Piece(content))
-                    self._first.set()
+            self.pieces.read(self.item.parts)
         except BaseException as error:  # noqa: BLE001 - handed to the thread that writes
-            end = error
-        finally:
-            self._first.set()
-            self._captured.set()
-        self._put(end)
+            self.pieces.end(error)
 
-    def _copy(self, content: Tensor) -> _Piece:
-        if content.numel() < SMALL_BYTES:
-            return _Piece(content.clone())
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Last:
+    """Follows the last block: says that all are copied, or that an update failed and its block's states are undefined."""
+
+    pieces: Pieces
+    taken: list[Ticket[None]]
+    captured: threading.Event
+    reads: tuple[Tensor, ...] = ()
+
+    def take(self) -> None:
+        """Say it."""
         try:
-            buffer = self._free.get_nowait()
-        except queue.Empty:
-            buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
-        target = buffer[: content.numel()]
-        target.copy_(content)
-        return _Piece(target, buffer)
-
-    def _put(self, item: _Piece | BaseException | None) -> None:
-        while not self._ended.is_set():
-            try:
-                self._line.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return
-
-
-class _Piece(NamedTuple):
-    """Bytes, and the buffer that is free again once they are written."""
-
-    content: Tensor
-    buffer: Tensor | None = None
+            for ticket in self.taken:
+                ticket.wait()
+        except LaneError as error:
+            self.pieces.end(error)
+        else:
+            self.pieces.end()
+        finally:
+            self.captured.set()
 
 
 class Save:
@@ -193,11 +124,18 @@ class Save:
 
     def write(self, capture: Capture) -> None:
         """Write this rank's file now; an error is kept for `finish`."""
-        pieces = _Pieces(capture, self._ended, self.captured, copied=False)
-        pieces.start()
-        total = sum(part.nbytes for part in (*capture.volatile, *capture.parts))
-        with shown(self.doing, total, quiet=self._control.rank > 0) as progress:
-            self._take(capture, pieces, progress)
+        pieces = Pieces(self._ended, copied=False)
+        reader = threading.Thread(
+            target=self._read, args=(capture, pieces), name="checkpoint pieces", daemon=True
+        )
+        reader.start()
+        try:
+            total = sum(part.nbytes for part in capture.parts)
+            with shown(self.doing, total, quiet=self._control.rank > 0) as progress:
+                self._take(capture, pieces, progress)
+        finally:
+            self._ended.set()
+            reader.join()
 
     def fail(self, error: BaseException) -> None:
         """This rank cannot take part."""
@@ -205,15 +143,33 @@ class Save:
         self.captured.set()
         self._ended.set()
 
-    def start(self, capture: Capture) -> None:
-        """Write this rank's file on a thread; returns when what user code may change is copied."""
-        pieces = _Pieces(capture, self._ended, self.captured, copied=True)
-        pieces.start()
+    def start(self, capture: Capture, lane: Lane, read: OrderedRead) -> None:
+        """Write this rank's file on a thread; returns when what user code may change is copied.
+
+        Args:
+            capture: what is saved.
+            lane: a host lane, which copies the rest.
+            read: puts a copy of a block's states into it, in the order of updates.
+        """
+        pieces = Pieces(self._ended, copied=True)
         self._thread = threading.Thread(
             target=self._take, args=(capture, pieces), name="checkpoint", daemon=True
         )
         self._thread.start()
-        pieces.wait_for_volatile()
+        taken: list[Ticket[None]] = []
+        try:
+            pieces.read(capture.volatile)
+            for item in capture.blocks:
+                taker = _Taker(item=item, pieces=pieces)
+                taken.append(read(item, Snapshot(taker=taker, label=f"save {item.block.name}")))
+        except BaseException as error:
+            pieces.end(error)
+            self.captured.set()
+            if not isinstance(error, Exception):
+                raise
+            return
+        last = _Last(pieces=pieces, taken=taken, captured=self.captured)
+        lane.submit(Snapshot(taker=last, label="end of a save"))
 
     def abandon(self) -> None:
         """Drop the save; what was there before is there still."""
@@ -255,21 +211,31 @@ class Save:
 
     # Inside ------------------------------------------------------------------------------------------------------
 
+    def _read(self, capture: Capture, pieces: Pieces) -> None:
+        """Read everything, on a thread of its own."""
+        error: BaseException | None = None
+        try:
+            pieces.read(capture.parts)
+        except BaseException as failure:  # noqa: BLE001 - handed to the thread that writes
+            error = failure
+        finally:
+            self.captured.set()
+        pieces.end(error)
+
     def _take(
-        self, capture: Capture, pieces: _Pieces, progress: Callable[[int], None] = lambda _: None
+        self, capture: Capture, pieces: Pieces, progress: Callable[[int], None] = lambda _: None
     ) -> None:
         """Write this rank's file from the pieces; an error is kept for `finish`."""
         self._content = capture.content
         try:
             values = {RANK_VALUES: json.dumps(capture.values)}
-            header = header_of([*capture.volatile, *capture.parts], values)
+            header = header_of(capture.parts, values)
             path = self._path / file_name(self._control.rank, self._control.size)
             self._written = write_file(path, header, pieces, progress=progress)
         except BaseException as error:  # noqa: BLE001 - raised on every rank by `finish`
             self._error = error
         finally:
             self._ended.set()
-            pieces.join()
 
     def _commit(self, partial: PartialFolder, rows: list[list[int]]) -> None:
         size = len(rows)

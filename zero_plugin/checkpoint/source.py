@@ -18,15 +18,19 @@ from zero_plugin.checkpoint.format import BUFFER, MASTER, STATE, WEIGHT, slice_n
 from zero_plugin.checkpoint.shardfile import Part, whole
 from zero_plugin.errors import EngineStateError
 from zero_plugin.optim.blocks import BlockStates
+from zero_plugin.optim.moments import GROUP, take
 from zero_plugin.optim.plan import BlockPlan
+from zero_plugin.optim.split import join
 from zero_plugin.optim.states import OptimizerStates
 from zero_plugin.optim.swap import Tile
+from zero_plugin.runtime.backend import Ticket
 from zero_plugin.runtime.memory import allocate_host
 from zero_plugin.sharding.layout import Slice, cut
 from zero_plugin.sharding.parameters import FROZEN, RESIDENT
 from zero_plugin.sharding.partition import Block
 from zero_plugin.sharding.roster import Roster
 from zero_plugin.sharding.sharded import ShardedModel
+from zero_plugin.store.layout import round_up
 from zero_plugin.store.store import NvmeStore
 
 if TYPE_CHECKING:
@@ -126,11 +130,13 @@ class Holdings:
 
     def frozen_parts(self) -> list[Part]:
         """This rank's slices of frozen sharded weights."""
-        return [part for block in self._frozen_blocks() for part in self._weight_parts(block)]
+        held = _Held()
+        return [p for block in self._frozen_blocks() for p in self._weight_parts(block, held)]
 
     def weight_parts(self, names: Container[str] | None = None) -> list[Part]:
         """This rank's slices of the compute weights of managed parameters, of all or of some."""
-        return [part for block in self.roster.blocks for part in self._weight_parts(block, names)]
+        held = _Held()
+        return [p for block in self.roster.blocks for p in self._weight_parts(block, held, names)]
 
     def ahead_parts(self, ahead: Sequence[tuple[BlockPlan, Tensor]]) -> list[Part]:
         """This rank's slices of new weights that are not shown yet, in place of the compute weights."""
@@ -146,26 +152,35 @@ class Holdings:
                     parts.append(whole(slice_name(f"{WEIGHT}/{name}", own.start, own.stop), view))
         return parts
 
-    def state_parts(self) -> tuple[list[Part], list[Part]]:
+    @property
+    def are_apart(self) -> bool:
+        """Whether all masters and states lie apart from the weights, and can be read in the order of updates."""
+        return not any(
+            item.foreign is not None or _uses_weights(item)
+            for states in self.states
+            for item in states.blocks.values()
+        )
+
+    def state_parts(self) -> tuple[list[Part], list[BlockParts]]:
         """This rank's slices of masters and optimizer states.
 
         Returns:
             What must be read before the training goes on, since user code may write it or lanes are needed to read it;
-            and the rest.
+            and the rest, block by block.
         """
         first: list[Part] = []
-        rest: list[Part] = []
-        held = _Held()
+        rest: list[BlockParts] = []
+        held, weights = _Held(), _Held()
         for states in self.states:
             for item in states.blocks.values():
-                if item.is_swapped and item.is_plain and item.form == "whole":
-                    rest += self._tile_parts(states, item, held)
-                elif item.is_swapped or not item.is_plain:
-                    first += self._opened_parts(states, item)
-                elif item.master is None:
-                    first += self._block_parts(states, item)
+                if item.is_swapped:
+                    parts = self._tile_parts(states, item, held, weights)
                 else:
-                    rest += self._block_parts(states, item)
+                    parts = self._block_parts(states, item, weights)
+                if _uses_weights(item):
+                    first += parts
+                else:
+                    rest.append(_block_parts_of(states, item, parts))
         return first, rest
 
     # Loading -----------------------------------------------------------------------------------------------------
@@ -235,7 +250,9 @@ class Holdings:
             return []
         return [_slice_part(kind, name, part.start, flat[part.start : part.stop])]
 
-    def _weight_parts(self, block: Block, names: Container[str] | None = None) -> list[Part]:
+    def _weight_parts(
+        self, block: Block, held: _Held, names: Container[str] | None = None
+    ) -> list[Part]:
         shards = (
             self.sharded.shards if self.sharded is not None and block.unit != RESIDENT else None
         )
@@ -246,7 +263,6 @@ class Holdings:
                 if names is None or member.name in names
                 for part in self._cut(WEIGHT, member.name, member.alias)
             ]
-        held = _Held()
         parts: list[Part] = []
         for position, member in enumerate(block.parameters):
             own = block.own_slice(position)
@@ -268,45 +284,10 @@ class Holdings:
                 )
         return parts
 
-    def _opened_parts(self, states: OptimizerStates, item: BlockStates) -> list[Part]:
-        """Parts of a block whose master is put together, or whose moments are decoded, when it is looked at."""
-        block, held = item.block, _Held()
-
-        def load(_: object) -> list[Tensor]:
-            with states.opened(item, write=False) as here:
-                if here.master is not None:
-                    return [here.master, *here.states]
-                if block.unit != RESIDENT:
-                    raise EngineStateError(
-                        f"the master of {block.name} was asked of a closed engine"
-                    )
-                master = torch.zeros(block.chunk, dtype=torch.float32, device=block.device)
-                for position in range(len(block.parameters)):
-                    block.own_view(master, position).copy_(here.master_view(position))
-                return [master, *here.states]
-
-        return [
-            Part(
-                name=slice_name(f"{kind}/{member.name}", mine.start, mine.stop),
-                dtype=torch.float32,
-                shape=(mine.numel,),
-                read=partial(
-                    held.read,
-                    block,
-                    load,
-                    number=number,
-                    first=block.layout.offsets[position]
-                    + mine.start
-                    - block.own_slice(position).start,
-                ),
-            )
-            for position, member in enumerate(block.parameters)
-            for mine in (self._mine(block, position),)
-            if mine.numel
-            for number, kind in enumerate(state_kinds(states))
-        ]
-
-    def _block_parts(self, states: OptimizerStates, item: BlockStates) -> list[Part]:
+    def _block_parts(
+        self, states: OptimizerStates, item: BlockStates, weights: _Held
+    ) -> list[Part]:
+        """Parts of a block in memory; what is not kept as fp32 is put together range by range."""
         block = item.block
         parts: list[Part] = []
         for position, member in enumerate(block.parameters):
@@ -314,15 +295,32 @@ class Holdings:
             if not mine.numel:
                 continue
             inside = slice(mine.start - own.start, mine.stop - own.start)
-            for kind, view in _named_views(states, item, position):
-                parts.append(_slice_part(kind, member.name, mine.start, view[inside]))
+            if item.is_plain:
+                for kind, view in _named_views(states, item, position):
+                    parts.append(_slice_part(kind, member.name, mine.start, view[inside]))
+                continue
+            offset = block.layout.offsets[position] + inside.start
+            for number, kind in enumerate(state_kinds(states)):
+                if number:
+                    read = partial(_decoded, states, item, number - 1, offset)
+                elif item.form == "split":
+                    read = partial(_joined, states, item, weights, offset)
+                else:
+                    view = item.master_view(position)[inside]
+                    parts.append(_slice_part(kind, member.name, mine.start, view))
+                    continue
+                name = slice_name(f"{kind}/{member.name}", mine.start, mine.stop)
+                parts.append(Part(name=name, dtype=torch.float32, shape=(mine.numel,), read=read))
         return parts
 
-    def _tile_parts(self, states: OptimizerStates, item: BlockStates, held: _Held) -> list[Part]:
+    def _tile_parts(
+        self, states: OptimizerStates, item: BlockStates, held: _Held, weights: _Held
+    ) -> list[Part]:
         swap, block = states.swap, item.block
         if swap is None:
             return []
         parts: list[Part] = []
+        load = partial(self._read_tile, states, item, held, weights)
         for tile in swap.tiles(block):
             for position, member in enumerate(block.parameters):
                 mine, own = self._mine(block, position), block.own_slice(position)
@@ -340,23 +338,97 @@ class Holdings:
                             shape=(stop - start,),
                             transient=True,
                             read=partial(
-                                held.read,
-                                tile,
-                                partial(self._read_tile, held),
-                                number=number,
-                                first=start - tile.start,
+                                held.read, tile, load, number=number, first=start - tile.start
                             ),
                         )
                     )
         return parts
 
-    def _read_tile(self, held: _Held, tile: Tile) -> list[Tensor]:
-        """A tile's states, read beside the lanes: they must be at rest, and nothing of it cached."""
+    def _read_tile(
+        self, states: OptimizerStates, item: BlockStates, held: _Held, weights: _Held, tile: Tile
+    ) -> list[Tensor]:
+        """A tile's fp32 master and states, read beside the lanes: its last write must have ended, and nothing of it be cached."""
         if self.store is None:
             raise EngineStateError(f"the states of {tile.block.name} were asked of a closed engine")
         region = held.room(tile.nbytes)
         self.store.read(tile.extent, tile.offset, region)
-        return tile.parts(region)
+        kept, form = tile.parts(region), tile.form
+        moments = [
+            states.decoded(part, form.moments, number)
+            for number, part in enumerate(kept[form.masters :])
+        ]
+        if form.master == "whole":
+            return [kept[0], *moments]
+        shown = _shown(states, item, weights, tile.start, tile.stop)
+        return [join(shown, kept[0]) if form.master == "split" else shown, *moments]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockParts:
+    """Parts that only a block's updates change.
+
+    Attributes:
+        block: the block.
+        parts: its slices of masters and states.
+        reads: the tensors that they are read from, where they lie in memory.
+        after: what must have ended before they are read, beside the block's last update.
+    """
+
+    block: Block
+    parts: list[Part]
+    reads: tuple[Tensor, ...]
+    after: tuple[Ticket[Any], ...]
+
+
+def _block_parts_of(states: OptimizerStates, item: BlockStates, parts: list[Part]) -> BlockParts:
+    own = () if item.master is None else (item.master,)
+    return BlockParts(
+        block=item.block,
+        parts=parts,
+        reads=(*own, *item.states),
+        after=() if states.swap is None else states.swap.written(item.block),
+    )
+
+
+def _uses_weights(item: BlockStates) -> bool:
+    """Whether a master lies in the compute weights, or half of it, where user code may write to it."""
+    return item.reads_weights or (item.master is None and not item.is_swapped)
+
+
+def _shown(
+    states: OptimizerStates, item: BlockStates, held: _Held, start: int, stop: int
+) -> Tensor:
+    """A range of a block's chunk of the compute weights."""
+
+    def load(block: Block) -> tuple[Tensor]:
+        weights = states.present_weights(item)
+        if weights is None:
+            raise EngineStateError(f"the master of {block.name} was asked of a closed engine")
+        return (weights,)
+
+    return held.read(item.block, load, start, stop, number=0, first=0)
+
+
+def _joined(
+    states: OptimizerStates, item: BlockStates, weights: _Held, first: int, start: int, stop: int
+) -> Tensor:
+    """A range of the master that a remainder in memory and the compute weights give."""
+    remainder = item.remainder
+    if remainder is None:
+        raise EngineStateError(f"the master of {item.block.name} was asked of a closed engine")
+    inside = slice(first + start, first + stop)
+    shown = _shown(states, item, weights, inside.start, inside.stop)
+    return join(shown.to(remainder.device), remainder[inside])
+
+
+def _decoded(
+    states: OptimizerStates, item: BlockStates, number: int, first: int, start: int, stop: int
+) -> Tensor:
+    """A range of a moment in memory, as fp32; groups that share an exponent are decoded whole."""
+    begin = (first + start) // GROUP * GROUP
+    numel = round_up(first + stop - begin, GROUP)
+    kept = take(item.states[number], item.moments, begin, numel)
+    return states.decoded(kept, item.moments, number)[first + start - begin : first + stop - begin]
 
 
 @dataclass(kw_only=True, slots=True)

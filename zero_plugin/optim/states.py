@@ -230,9 +230,9 @@ class OptimizerStates:
         Where the compute weights hold the master, or half of it, they change with it: no full weights of theirs may be here
         then.
         """
-        weights = self._present_weights(states)
+        weights = self.present_weights(states)
         if not states.is_swapped and states.form != "split":
-            here = replace(states, weights=weights, states=self._moments(states), moments="fp32")
+            here = replace(states, weights=weights, states=self.moments_of(states), moments="fp32")
             yield here
             if write:
                 self._keep_moments(states, here.states)
@@ -254,7 +254,7 @@ class OptimizerStates:
                 self._replace_weights(states, weights, here.master)
             self._write_parts(states, parts)
 
-    def _present_weights(self, states: BlockStates) -> Tensor | None:
+    def present_weights(self, states: BlockStates) -> Tensor | None:
         """This rank's shard of the compute weights; None where a member's own memory has them."""
         block = states.block
         if states.weights is not None or self._weights is None or block.unit == RESIDENT:
@@ -268,7 +268,7 @@ class OptimizerStates:
         block = states.block
         if self.swap is None or not states.is_swapped:
             first = () if states.remainder is None else (states.remainder,)
-            return [*first, *self._moments(states)]
+            return [*first, *self.moments_of(states)]
         form = self._forms.of(block, self.num_states)
         dtypes = (*form.dtypes[: form.masters], *(torch.float32 for _ in range(form.states)))
         whole = [torch.zeros(block.chunk, dtype=dtype, device="cpu") for dtype in dtypes]
@@ -277,14 +277,14 @@ class OptimizerStates:
                 for number, (full, part) in enumerate(zip(whole, parts, strict=True)):
                     values = part
                     if number >= form.masters:
-                        values = self._decoded(part, form.moments, number - form.masters)
+                        values = self.decoded(part, form.moments, number - form.masters)
                     full[tile.start : tile.stop].copy_(values)
         return whole
 
-    def _moments(self, states: BlockStates) -> tuple[Tensor, ...]:
+    def moments_of(self, states: BlockStates) -> tuple[Tensor, ...]:
         """A block's moments, which are in memory, as fp32: themselves if they are kept so."""
         return tuple(
-            self._decoded(state, states.moments, number)
+            self.decoded(state, states.moments, number)
             for number, state in enumerate(states.states)
         )
 
@@ -292,7 +292,8 @@ class OptimizerStates:
         for number, (state, value) in enumerate(zip(states.states, values, strict=True)):
             encode(value, states.moments, state, signed=self._signed[number])
 
-    def _decoded(self, kept: Tensor, moments: MomentDType, number: int) -> Tensor:
+    def decoded(self, kept: Tensor, moments: MomentDType, number: int) -> Tensor:
+        """A moment as fp32, from what is kept of it; itself if it is kept so."""
         return decode(kept, moments, signed=self._signed[number])
 
     def _write_parts(self, states: BlockStates, whole: Sequence[Tensor]) -> None:

@@ -410,6 +410,11 @@ class SwappedStates:
         for tile in list(self._cached):
             self._evict(tile)
 
+    def written(self, block: Block) -> tuple[Ticket[Any], ...]:
+        """What must have ended before a block's states are read from its files, with nothing of it cached."""
+        tickets = (self._written.get(tile) for tile in self._tiles[block.index])
+        return tuple(t for t in tickets if t is not None and (not t.done or t.failure is not None))
+
     def close(self) -> None:
         """Give the slabs back."""
         for cached in self._cached.values():

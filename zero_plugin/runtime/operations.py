@@ -410,6 +410,37 @@ class Update(_Base):
         self.updater.apply(kernels)
 
 
+class Taker(Protocol):
+    """Who copies tensors that change afterwards."""
+
+    @property
+    def reads(self) -> tuple[Tensor, ...]:
+        """Tensors read."""
+        ...
+
+    def take(self) -> None:
+        """Reads them, and hands them on."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot(_Base):
+    """Has `taker` copy what is to be kept as it is now; for host lanes, which it blocks until everything is copied."""
+
+    taker: Taker
+    label: str = "snapshot"
+
+    @property
+    @override
+    def reads(self) -> tuple[Tensor, ...]:
+        return self.taker.reads
+
+    def run(self, kernels: KernelSet) -> None:
+        """Copies."""
+        del kernels
+        self.taker.take()
+
+
 def _device_partial(source: Tensor) -> Tensor:
     values = source.to(torch.float64)
     finite = torch.isfinite(values)
