@@ -9,6 +9,7 @@ SEGMENT_COLUMNS: int = 7
 HYPER_COLUMNS: int = 16
 
 PLACE_COLUMNS: int = 4
+SOURCE_COLUMNS: int = 3
 
 GROUP: int = 16
 
@@ -53,6 +54,7 @@ class Kernels:
         split: bool,
         moments: int,
         places: int,
+        sources: int,
     ) -> None: ...
     def stream(self, segments: int, num_segments: int) -> None: ...
     def close(self) -> None: ...

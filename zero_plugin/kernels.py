@@ -43,6 +43,9 @@ PLACE_COLUMNS = _native.PLACE_COLUMNS
 """Columns of the table beside the segments where states are not fp32: parameter, first element, and the addresses of the
 exponents of state 0 and state 1; see `zero_plugin.optim.moments`."""
 
+SOURCE_COLUMNS = _native.SOURCE_COLUMNS
+"""Columns of the table of what an update reads where it does not update in place: master, state 0, state 1."""
+
 _MOMENT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SQUARE_EXPONENT = 298
@@ -171,7 +174,11 @@ def _same_numel(first: Tensor, first_name: str, second: Tensor, second_name: str
 
 
 def _check_update(
-    segments: Tensor, hyper: Tensor, places: Tensor | None, clip_value: float | None
+    segments: Tensor,
+    hyper: Tensor,
+    places: Tensor | None,
+    sources: Tensor | None,
+    clip_value: float | None,
 ) -> None:
     """Refuse tables of an update that have not the right shape, and a bound that is none."""
     if clip_value is not None and not clip_value >= 0:
@@ -186,13 +193,29 @@ def _check_update(
         raise ValueError(
             f"hyper has shape {list(hyper.shape)}; it must be [num_rows, {HYPER_COLUMNS}]"
         )
-    if places is None:
-        return
-    _checked(places, "places", (torch.int64,))
-    if places.shape != (segments.shape[0], PLACE_COLUMNS):
-        raise ValueError(
-            f"places has shape {list(places.shape)}; it must be [{segments.shape[0]}, {PLACE_COLUMNS}]"
-        )
+    for name, table, columns in (
+        ("places", places, PLACE_COLUMNS),
+        ("sources", sources, SOURCE_COLUMNS),
+    ):
+        if table is None:
+            continue
+        _checked(table, name, (torch.int64,))
+        if table.shape != (segments.shape[0], columns):
+            raise ValueError(
+                f"{name} has shape {list(table.shape)}; it must be [{segments.shape[0]}, {columns}]"
+            )
+
+
+def _check_dtypes(
+    gradient_dtype: torch.dtype, output_dtype: torch.dtype | None, moment_dtype: torch.dtype
+) -> None:
+    """Refuse dtypes that the update cannot read or write."""
+    if gradient_dtype not in _DTYPE_CODES:
+        raise TypeError(f"gradient_dtype is {gradient_dtype}; the kernel takes fp32, bf16 and fp16")
+    if output_dtype is not None and output_dtype not in _DTYPE_CODES:
+        raise TypeError(f"output_dtype is {output_dtype}; the kernel writes fp32, bf16 and fp16")
+    if moment_dtype not in _MOMENT_CODES:
+        raise TypeError(f"moment_dtype is {moment_dtype}; the kernel keeps fp32, bf16 and uint8")
 
 
 _FLOATS = tuple(_DTYPE_CODES)
@@ -318,6 +341,7 @@ class Kernels:
         split: bool = False,
         moment_dtype: torch.dtype = torch.float32,
         places: Tensor | None = None,
+        sources: Tensor | None = None,
     ) -> None:
         """One optimizer step over a list of segments, in one pass over memory.
 
@@ -338,24 +362,15 @@ class Kernels:
             moment_dtype: what the states are kept as: fp32, bf16, or uint8 with exponents of their own.
             places: int64 [num_segments, 4] on the CPU, where they are not fp32: for each segment a number of its parameter, the
                 segment's first element in that (a multiple of 16 for uint8), and the addresses of its exponents (else 0).
+            sources: int64 [num_segments, 3] on the CPU: the addresses that master and states are read from, where they are not
+                updated in place; what lies there stays as it is. Not with `split`, nor with states kept as uint8.
 
         Raises:
             TypeError: a dtype is not one of those above.
             ValueError: a table has the wrong shape, or a row cannot be right; nothing is written then.
         """
-        _check_update(segments, hyper, places, clip_value)
-        if gradient_dtype not in _DTYPE_CODES:
-            raise TypeError(
-                f"gradient_dtype is {gradient_dtype}; the kernel takes fp32, bf16 and fp16"
-            )
-        if output_dtype is not None and output_dtype not in _DTYPE_CODES:
-            raise TypeError(
-                f"output_dtype is {output_dtype}; the kernel writes fp32, bf16 and fp16"
-            )
-        if moment_dtype not in _MOMENT_CODES:
-            raise TypeError(
-                f"moment_dtype is {moment_dtype}; the kernel keeps fp32, bf16 and uint8"
-            )
+        _check_update(segments, hyper, places, sources, clip_value)
+        _check_dtypes(gradient_dtype, output_dtype, moment_dtype)
         self._handle().update(
             rule,
             segments.data_ptr(),
@@ -369,6 +384,7 @@ class Kernels:
             split,
             _MOMENT_CODES[moment_dtype],
             0 if places is None else places.data_ptr(),
+            0 if sources is None else sources.data_ptr(),
         )
 
     def stream(self, segments: Tensor) -> None:

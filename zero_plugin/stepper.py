@@ -121,7 +121,10 @@ class Stepper:
             return
         early = self._early
         begun = None if early is None else partial(early.take, hyper=plan.hyper, clip=clip)
-        self._show(self._pipeline.run(plan, states.blocks, states.rule, clip, begun))
+        backwards = early is not None and early.is_wanted(plan, clip)
+        self._show(
+            self._pipeline.run(plan, states.blocks, states.rule, clip, begun, backwards=backwards)
+        )
         self.undo(number)
 
     def skip(self, number: int) -> None:

@@ -187,7 +187,7 @@ NormState Kernels::norm_partial(const void* source, Dtype dtype, std::size_t num
 
 void Kernels::each_piece(const std::int64_t* segments, std::size_t num_segments,
                          const double* hyper, const std::int64_t* places,
-                         const UpdateOptions& options,
+                         const std::int64_t* sources, const UpdateOptions& options,
                          const std::function<void(const Piece&)>& body) {
   const std::size_t gradient_size = size_of(options.gradient_dtype);
   const std::size_t output_size = size_of(options.output_dtype);
@@ -232,7 +232,17 @@ void Kernels::each_piece(const std::int64_t* segments, std::size_t num_segments,
             .exponents1 = nullptr,
             .first = 0,
             .key = {0, 0},
+            .from_master = nullptr,
+            .from_state0 = nullptr,
+            .from_state1 = nullptr,
         };
+        if (sources != nullptr) {
+          const std::int64_t* source = sources + row * kNumSourceColumns;
+          const std::size_t bytes = offset * state_size;
+          piece.from_master = shifted(pointer<const float>(source[kFromMaster]), offset);
+          piece.from_state0 = shifted(pointer<const char>(source[kFromState0]), bytes);
+          piece.from_state1 = shifted(pointer<const char>(source[kFromState1]), bytes);
+        }
         if (places != nullptr) place_piece(piece, places + row * kNumPlaceColumns, offset);
         body(piece);
       }
@@ -242,7 +252,8 @@ void Kernels::each_piece(const std::int64_t* segments, std::size_t num_segments,
 }
 
 void Kernels::update(const std::int64_t* segments, std::size_t num_segments, const double* hyper,
-                     std::size_t num_rows, const std::int64_t* places, UpdateOptions options) {
+                     std::size_t num_rows, const std::int64_t* places, const std::int64_t* sources,
+                     UpdateOptions options) {
   const std::size_t gradient_size = size_of(options.gradient_dtype);
   const std::size_t output_size = size_of(options.output_dtype);
   if (options.split && options.output_dtype != Dtype::kBfloat16) {
@@ -250,6 +261,10 @@ void Kernels::update(const std::int64_t* segments, std::size_t num_segments, con
   }
   if (num_segments != 0 && options.moments != Moments::kFloat32 && places == nullptr) {
     throw std::invalid_argument("states below fp32 need a table of places");
+  }
+  options.apart = sources != nullptr;
+  if (options.apart && (options.split || options.moments == Moments::kBytes)) {
+    throw std::invalid_argument("split masters and states kept as bytes are updated in place only");
   }
   const std::size_t state_size = size_of(options.moments);
   std::size_t numel = 0;
@@ -271,27 +286,36 @@ void Kernels::update(const std::int64_t* segments, std::size_t num_segments, con
     }
     check_pointer(row, "gradient", segment[kGradient], gradient_size);
     const bool bytes = options.moments == Moments::kBytes;
+    const std::int64_t* source = options.apart ? sources + row * kNumSourceColumns : nullptr;
+    if (source != nullptr) check_pointer(row, "old master", source[kFromMaster], 4);
     if (options.rule != Rule::kSgd || values[8] != 0.0) {
       check_pointer(row, "first state", segment[kState0], state_size);
+      if (source != nullptr) {
+        check_pointer(row, "old first state", source[kFromState0], state_size);
+      }
       if (bytes) check_place(row, places + row * kNumPlaceColumns, kExponents0);
     }
     if (options.rule == Rule::kAdam) {
       check_pointer(row, "second state", segment[kState1], state_size);
+      if (source != nullptr) {
+        check_pointer(row, "old second state", source[kFromState1], state_size);
+      }
       if (bytes) check_place(row, places + row * kNumPlaceColumns, kExponents1);
     }
     if (segment[kOutput] != 0 && output_size != 0) {
       check_pointer(row, "output", segment[kOutput], output_size);
     }
   }
-  options.stream = numel * output_size >= kStreamBytes;
-  each_piece(segments, num_segments, hyper, places, options,
+  // An update apart writes what it has not read, of which the master is 4 bytes an element.
+  options.stream = numel * (options.apart ? 4 : output_size) >= kStreamBytes;
+  each_piece(segments, num_segments, hyper, places, sources, options,
              [&](const Piece& piece) { table_.update(piece, options); });
 }
 
 void Kernels::stream(const std::int64_t* segments, std::size_t num_segments) {
   UpdateOptions options{};
   options.gradient_dtype = options.output_dtype = Dtype::kBfloat16;
-  each_piece(segments, num_segments, nullptr, nullptr, options,
+  each_piece(segments, num_segments, nullptr, nullptr, nullptr, options,
              [&](const Piece& piece) { table_.stream(piece, true); });
 }
 

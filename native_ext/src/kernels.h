@@ -31,9 +31,12 @@ class Kernels {
   // `segments` is a table [num_segments][kNumSegmentColumns], `hyper` one of
   // [num_rows][kHyperColumns]. Throws std::invalid_argument when a row cannot be right (negative
   // size, null or misaligned pointer, hyper row out of range); nothing is written then. `places`, a
-  // table [num_segments][kNumPlaceColumns], is read where the states are not floats.
+  // table [num_segments][kNumPlaceColumns], is read where the states are not floats. `sources`, a
+  // table [num_segments][kNumSourceColumns], says where master and states are read from; null: from
+  // where they are written to.
   void update(const std::int64_t* segments, std::size_t num_segments, const double* hyper,
-              std::size_t num_rows, const std::int64_t* places, UpdateOptions options);
+              std::size_t num_rows, const std::int64_t* places, const std::int64_t* sources,
+              UpdateOptions options);
   void stream(const std::int64_t* segments, std::size_t num_segments);
 
   void close() { pool_.close(); }
@@ -41,8 +44,8 @@ class Kernels {
  private:
   void each_chunk(std::size_t numel, const std::function<void(std::size_t, std::size_t)>& body);
   void each_piece(const std::int64_t* segments, std::size_t num_segments, const double* hyper,
-                  const std::int64_t* places, const UpdateOptions& options,
-                  const std::function<void(const Piece&)>& body);
+                  const std::int64_t* places, const std::int64_t* sources,
+                  const UpdateOptions& options, const std::function<void(const Piece&)>& body);
 
   const KernelTable& table_;
   Pool pool_;

@@ -80,7 +80,8 @@ std::tuple<std::vector<std::uint64_t>, std::uint32_t, std::uint64_t> norm_partia
 
 void update(zp::Kernels& self, int rule, Address segments, std::size_t num_segments, Address hyper,
             std::size_t num_rows, int gradient_dtype, int output_dtype, double scale,
-            std::optional<double> clip_value, bool split, int moments, Address places) {
+            std::optional<double> clip_value, bool split, int moments, Address places,
+            Address sources) {
   if (rule < 0 || rule >= zp::kNumRules) {
     throw std::invalid_argument("rule " + std::to_string(rule) + " is not known");
   }
@@ -95,9 +96,11 @@ void update(zp::Kernels& self, int rule, Address segments, std::size_t num_segme
                                   .clip = clip_value.has_value(),
                                   .stream = false,
                                   .split = split,
-                                  .moments = static_cast<zp::Moments>(moments)};
+                                  .moments = static_cast<zp::Moments>(moments),
+                                  .apart = false};
   self.update(pointer<const std::int64_t>(segments), num_segments, pointer<const double>(hyper),
-              num_rows, pointer<const std::int64_t>(places), options);
+              num_rows, pointer<const std::int64_t>(places), pointer<const std::int64_t>(sources),
+              options);
 }
 
 void stream(zp::Kernels& self, Address segments, std::size_t num_segments) {
@@ -112,6 +115,7 @@ NB_MODULE(_native, module) {
   module.attr("SEGMENT_COLUMNS") = static_cast<int>(zp::kNumSegmentColumns);
   module.attr("HYPER_COLUMNS") = zp::kHyperColumns;
   module.attr("PLACE_COLUMNS") = static_cast<int>(zp::kNumPlaceColumns);
+  module.attr("SOURCE_COLUMNS") = static_cast<int>(zp::kNumSourceColumns);
   module.attr("GROUP") = zp::kGroup;
   module.def("available_isas", &zp::available_isas,
              "Instruction sets compiled in that this machine has, best last.");
@@ -130,7 +134,7 @@ NB_MODULE(_native, module) {
       .def("norm_partial", &norm_partial, "source"_a, "source_dtype"_a, "numel"_a, NoGil())
       .def("update", &update, "rule"_a, "segments"_a, "num_segments"_a, "hyper"_a, "num_rows"_a,
            "gradient_dtype"_a, "output_dtype"_a, "scale"_a, "clip_value"_a.none(), "split"_a,
-           "moments"_a, "places"_a, NoGil())
+           "moments"_a, "places"_a, "sources"_a, NoGil())
       .def("stream", &stream, "segments"_a, "num_segments"_a, NoGil())
       .def("close", &zp::Kernels::close, NoGil());
 

@@ -39,6 +39,9 @@ enum PlaceColumn : int {
   kNumPlaceColumns
 };
 
+// Columns of the table of what the update reads where it does not update in place; int64 addresses.
+enum SourceColumn : int { kFromMaster = 0, kFromState0, kFromState1, kNumSourceColumns };
+
 // Columns of a hyper row (float64). Each rule reads its own; see zero_plugin/optim/rule.py.
 inline constexpr int kHyperColumns = 16;
 inline constexpr int kStepColumn = 9;  // of any rule: number of the step
@@ -59,6 +62,10 @@ struct Piece {
   std::uint8_t* exponents1;
   std::uint32_t first;   // this piece's first element in its parameter, modulo 2^32
   std::uint32_t key[2];  // of the parameter and the step
+  // What master and states are read from where the update is apart.
+  const float* from_master;
+  const void* from_state0;
+  const void* from_state1;
 };
 
 struct UpdateOptions {
@@ -71,6 +78,7 @@ struct UpdateOptions {
   bool stream;  // write outputs past the caches
   bool split;   // a master is a bf16 weight (the output) and a remainder
   Moments moments;
+  bool apart;  // master and states are read from other memory than they are written to
 };
 
 // Exact sum of squares as an integer in units of 2^-298, the square of the smallest float. The

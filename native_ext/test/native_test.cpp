@@ -118,10 +118,10 @@ void test_updates() {
           Problem problem = make_problem(sizes, gradient, output, 7);
           const zp::UpdateOptions options{
               static_cast<zp::Rule>(rule), gradient, output, 0.5f, 1.0f, true, false, split,
-              zp::Moments::kFloat32};
+              zp::Moments::kFloat32,       false};
           for (int step = 0; step < 2; ++step) {
             kernels.update(problem.table.data(), sizes.size(), problem.hyper.data(), 1, nullptr,
-                           options);
+                           nullptr, options);
           }
           const std::vector<char> result = contents(problem, output);
           if (expected.empty()) {
@@ -186,7 +186,7 @@ void test_small_states() {
             for (int step = 0; step < 2; ++step) {
               small.problem.hyper[zp::kStepColumn] = step + 1;
               kernels.update(small.problem.table.data(), sizes.size(), small.problem.hyper.data(),
-                             1, small.places.data(), options);
+                             1, small.places.data(), nullptr, options);
             }
             std::vector<char> result = contents(small.problem, Dtype::kBfloat16);
             for (std::size_t row = 0; row < sizes.size(); ++row) {
@@ -203,6 +203,59 @@ void test_small_states() {
             }
             expect(result == expected,
                    "small states of rule " + std::to_string(rule) + " on " + isa);
+          }
+        }
+      }
+    }
+  }
+}
+
+// An update that reads one set of master and states and writes another gives what it gives in
+// place, and leaves what it reads as it is; also where it is large enough to be written past the
+// caches, from every place in a line.
+void test_updates_apart() {
+  const std::vector<std::size_t> sizes{1, 17, 64, 33'000, 1'100'003};
+  for (int rule = 0; rule < zp::kNumRules; ++rule) {
+    for (const Dtype output : {Dtype::kNone, Dtype::kBfloat16}) {
+      for (const std::string& isa : zp::available_isas()) {
+        zp::Kernels kernels(3, isa);
+        const Dtype stored = Dtype::kBfloat16;
+        Problem expected = make_problem(sizes, Dtype::kFloat32, stored, 5);
+        Problem from = make_problem(sizes, Dtype::kFloat32, stored, 5);
+        Problem to = make_problem(sizes, Dtype::kFloat32, stored, 6);
+        std::vector<std::int64_t> sources;
+        for (std::size_t row = 0; row < sizes.size(); ++row) {
+          const std::int64_t* source = from.table.data() + row * zp::kNumSegmentColumns;
+          std::int64_t* target = to.table.data() + row * zp::kNumSegmentColumns;
+          sources.insert(sources.end(), {source[0], source[1], source[2]});
+          target[zp::kGradient] = source[zp::kGradient];
+        }
+        const std::vector<char> before = contents(from, stored);
+        const zp::UpdateOptions options{static_cast<zp::Rule>(rule),
+                                        Dtype::kFloat32,
+                                        output,
+                                        1.0f,
+                                        0.0f,
+                                        false,
+                                        false,
+                                        false,
+                                        zp::Moments::kFloat32,
+                                        false};
+        kernels.update(expected.table.data(), sizes.size(), expected.hyper.data(), 1, nullptr,
+                       nullptr, options);
+        kernels.update(to.table.data(), sizes.size(), to.hyper.data(), 1, nullptr, sources.data(),
+                       options);
+        expect(contents(from, stored) == before, "an update apart leaves what it reads");
+        for (std::size_t row = 0; row < sizes.size(); ++row) {
+          const int states = rule == 0 ? 2 : 1;
+          for (int part = 0; part < 5; ++part) {
+            if (part == 3 || (part < 3 && part > states)) continue;
+            if (part == 4 && output == Dtype::kNone) continue;
+            const std::size_t bytes = sizes[row] * (part == 4 ? 2u : 4u);
+            const char* wanted = expected.segments[row][static_cast<std::size_t>(part)].data;
+            const char* found = to.segments[row][static_cast<std::size_t>(part)].data;
+            expect(std::memcmp(wanted, found, bytes) == 0,
+                   "update " + std::to_string(rule) + " apart on " + isa);
           }
         }
       }
@@ -294,6 +347,7 @@ void test_start_and_stop() {
 
 int main() {
   test_updates();
+  test_updates_apart();
   test_small_states();
   test_elementwise();
   test_stream();

@@ -260,3 +260,65 @@ def test_settings_that_contradict_speculation() -> None:
             config(speculate=True, **settings)
     with pytest.raises(ConfigError, match="undo_bytes=5 has no effect"):
         config(undo_bytes=5)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+def test_two_sets_of_states_change_roles_and_nothing_is_copied(moments: str, tmp_path: Any) -> None:
+    """An update reads one set and writes the other; only bytes, which are updated in place, are copied first."""
+    settings = {"moment_dtype": moments, "bucket_bytes": 1024}
+    one = Watched(trace=tmp_path / "t.json", backend="threads", **settings)
+    plain = Watched(speculate=False, overlap=False, **settings)
+    with one, plain:
+        item = next(iter(one.engine._states[0].blocks.values()))
+        first = item.master
+        seen: list[bool] = []
+        for step in range(4):
+            for each in (one, plain):
+                each.backward(step)
+                each.engine.clip_grad_norm_(0.01 if step == 2 else 1e6)
+                each.step()
+            seen.append(item.master is first)
+            assert_same_bits(one.everything(), plain.everything(), f"step {step} ")
+        # Exchanged, exchanged, exchanged and undone, exchanged.
+        assert seen == [False, True, True, False]
+        trace = one.engine._resources.trace
+        assert trace is not None
+        labels = {event.label for event in trace.events()}
+        assert any(label.startswith("keep states") for label in labels) == (moments == "int8")
+        assert not any(label.startswith("undo") for label in labels)
+
+
+@pytest.mark.parametrize("early", ["speculate", "update_in_backward"])
+def test_weights_are_written_in_the_order_of_their_updates(early: str, tmp_path: Any) -> None:
+    """Copies of one lane keep their order: behind the first block's, whose update ends last, the others would wait."""
+    settings: dict[str, Any] = {"speculate": False, early: True}
+    if early == "update_in_backward":
+        settings["nonfinite"] = "propagate"
+    with Watched(trace=tmp_path / "t.json", backend="threads", **settings) as one:
+        one.backward(0)
+        one.step()
+        one.engine.wait_for_update()
+        trace = one.engine._resources.trace
+        assert trace is not None
+        trace.clear()
+        one.backward(1)
+        one.step()
+        one.engine.wait_for_update()
+        begun = [event for event in trace.events() if event.phase == "issued"]
+        updates = [e.label.split()[1] for e in begun if e.label.startswith("update ")]
+        uploads = [e.label.split()[1] for e in begun if e.label.startswith("upload ")]
+        assert len(updates) > 1
+        assert uploads == updates
+        trace.clear()
+        # A step that begins nothing early writes them in the order of the next forward.
+        one.backward(2)
+        if early == "speculate":
+            one.engine.clip_grad_norm_(1e-6)
+            one.step()
+            one.engine.wait_for_update()
+            begun = [event for event in trace.events() if event.phase == "issued"]
+            assert [e.label.split()[1] for e in begun if e.label.startswith("upload ")] == uploads[
+                ::-1
+            ]
+        else:
+            one.step()

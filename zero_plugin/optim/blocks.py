@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zero_plugin.config import MomentDType, Tier
 from zero_plugin.grads.norm import Clip
-from zero_plugin.kernels import Kernels
+from zero_plugin.kernels import SOURCE_COLUMNS, Kernels
 from zero_plugin.optim.fallback import ForeignBlock
 from zero_plugin.optim.form import MasterForm, StateForm
 from zero_plugin.optim.moments import GROUP, STORED, decode, encode, put, stream_of, take
@@ -195,6 +195,7 @@ class BlockUpdate:
         rows: hyper row of each position in `positions`.
         clip: factor (clip and unscale together) and value bound.
         groups: param-group options of each position, for a foreign optimizer.
+        source: master and states to read, which stay as they are; None: they are updated in place. Needs every member.
     """
 
     states: BlockStates
@@ -207,11 +208,12 @@ class BlockUpdate:
     rows: Int64
     clip: Clip
     groups: tuple[Mapping[str, Any], ...]
+    source: tuple[Tensor, ...] | None = None
 
     @property
     def reads(self) -> tuple[Tensor, ...]:
         """What the update reads only."""
-        return (self.gradient,)
+        return (self.gradient, *(self.source or ()))
 
     @property
     def writes(self) -> tuple[Tensor, ...]:
@@ -225,6 +227,7 @@ class BlockUpdate:
             self._apply_foreign()
         elif self.gradient.is_cpu:
             segments, places = self._segments()
+            sources = self._sources()
             kernels.update(
                 self.rule.native_id,
                 torch.from_numpy(segments),
@@ -236,6 +239,7 @@ class BlockUpdate:
                 split=self.states.remainder is not None,
                 moment_dtype=STORED[self.states.moments],
                 places=None if places is None else torch.from_numpy(places),
+                sources=None if sources is None else torch.from_numpy(sources),
             )
         else:
             self._apply_reference(self.rule)
@@ -286,6 +290,18 @@ class BlockUpdate:
         for column, state in enumerate(states.states, start=2):
             places[:, column] = state.data_ptr() + block.chunk + offsets // GROUP
         return table[present], places[present]
+
+    def _sources(self) -> Int64 | None:
+        """The table of what is read, where that is not what is written."""
+        if self.source is None:
+            return None
+        block = self.states.block
+        positions = np.asarray(self.positions, dtype=np.int64)
+        offsets = np.asarray(block.layout.offsets, dtype=np.int64)[positions]
+        table = np.zeros((len(positions), SOURCE_COLUMNS), dtype=np.int64)
+        for column, part in enumerate(self.source):
+            table[:, column] = part.data_ptr() + part.element_size() * offsets
+        return table[[block.own_slice(p).numel > 0 for p in self.positions]]
 
     def _apply_reference(self, rule: Rule) -> None:
         block, moments = self.states.block, self.states.moments

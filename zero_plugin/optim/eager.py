@@ -105,6 +105,12 @@ class EagerUpdater:
                     "has changed since: change learning rates and other options before backward, not between backward and step()"
                 )
 
+    @staticmethod
+    def is_wanted(plan: StepPlan, clip: Clip) -> bool:
+        """Whether the step is one whose updates begin in backward; the same on all ranks."""
+        del plan, clip
+        return True
+
     def take(self, plan: BlockPlan, hyper: Tensor, clip: Clip) -> Updated | None:
         """The update of a block that has begun and was checked, or None."""
         del hyper, clip

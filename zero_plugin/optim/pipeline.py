@@ -83,6 +83,7 @@ class _Step:
     rule: Rule | None
     clip: Clip
     hold: bool
+    source: tuple[Tensor, ...] | None = None
 
 
 class StepPipeline:
@@ -208,6 +209,8 @@ class StepPipeline:
         rule: Rule | None,
         clip: Clip,
         begun: Callable[[BlockPlan], Updated | None] | None = None,
+        *,
+        backwards: bool = False,
     ) -> list[Published]:
         """Issue every block's work; the host waits for none of it.
 
@@ -217,10 +220,13 @@ class StepPipeline:
             rule: the compiled rule, or None.
             clip: factor and bound.
             begun: gives the update of a block that has begun before, or None.
+            backwards: whether updates have begun in the order of backward: weights are then written in that order too, since
+                copies and collectives keep theirs. The same on all ranks.
         """
         step = _Step(hyper=plan.hyper, states=states, rule=rule, clip=clip, hold=False)
         published: list[Published] = []
-        for item in self._ordered(plan):
+        ordered = self._ordered(plan)
+        for item in reversed(ordered) if backwards else ordered:
             done = begun(item) if begun is not None else None
             if done is not None:
                 published.append(self._publish_block(done))
@@ -229,10 +235,25 @@ class StepPipeline:
         return published
 
     def hold(
-        self, plan: StepPlan, states: Mapping[int, BlockStates], rule: Rule | None, clip: Clip
+        self,
+        plan: StepPlan,
+        states: Mapping[int, BlockStates],
+        rule: Rule | None,
+        clip: Clip,
+        source: tuple[Tensor, ...] | None = None,
     ) -> list[Updated]:
-        """Issue every block's update, and leave the compute weights as they are until `publish`."""
-        step = _Step(hyper=plan.hyper, states=states, rule=rule, clip=clip, hold=True)
+        """Issue every block's update, and leave the compute weights as they are until `publish`.
+
+        Args:
+            plan: the step.
+            states: of each block.
+            rule: the compiled rule, or None.
+            clip: factor and bound.
+            source: what the update of a single block reads in place of its master and states.
+        """
+        step = _Step(
+            hyper=plan.hyper, states=states, rule=rule, clip=clip, hold=True, source=source
+        )
         return [self._guarded(item, step, self._issue_block) for item in self._ordered(plan)]
 
     def publish(self, held: Sequence[Updated]) -> list[Published]:
@@ -370,6 +391,7 @@ class StepPipeline:
                 rows=plan.rows,
                 clip=step.clip,
                 groups=plan.groups,
+                source=step.source,
             )
             updated = self._lane(block).submit(
                 Update(updater=updater, label=f"update {block.name}"), after=(*after, updated)

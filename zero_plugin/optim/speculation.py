@@ -8,6 +8,7 @@ bind, the same hyper-parameters. Otherwise the old values come back, bit for bit
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from zero_plugin.grads.norm import Clip
 from zero_plugin.optim.plan import BlockPlan, StepPlan, is_same_update
 from zero_plugin.runtime.operations import Copy
+from zero_plugin.sharding.layout import UNIT
 from zero_plugin.store.layout import round_up
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from zero_plugin.optim.blocks import BlockStates
     from zero_plugin.optim.form import StateForm
     from zero_plugin.optim.pipeline import StepPipeline, Updated
+    from zero_plugin.optim.rule import Rule
     from zero_plugin.optim.states import OptimizerStates
     from zero_plugin.runtime.backend import Backend
     from zero_plugin.sharding.partition import Block
@@ -41,12 +44,14 @@ class _Begun:
     hyper: Tensor
     clip: Clip
     contributions: int
-    kept: tuple[Tensor, ...]
     states: BlockStates
 
 
 class UndoMemory:
-    """Host memory for the old states of blocks whose update may have to be undone.
+    """Host memory for a second set of states of blocks whose update may have to be undone.
+
+    A block's states and its memory here change roles with every update that begins early: it reads the one and writes the
+    other, so that undoing it is to change back.
 
     Args:
         backend: allocates it.
@@ -62,20 +67,22 @@ class UndoMemory:
 
     def planned(self, blocks: Sequence[tuple[Block, StateForm]]) -> int:
         """Bytes that blocks, each with what is kept of it, would take together."""
-        return self._fitting(_sizes_in_order(blocks))[1]
+        return self._fitting(_sizes(_in_order(blocks)))[1]
 
     def add_blocks(self, blocks: Sequence[tuple[Block, StateForm]]) -> None:
         """Reserve memory for new blocks as far as the limit allows, those whose gradients come first before the others."""
-        fitting, _ = self._fitting(_sizes_in_order(blocks))
-        for number, (block, form) in enumerate(reversed(blocks)):
+        ordered = _in_order(blocks)
+        fitting, _ = self._fitting(_sizes(ordered))
+        for number, (block, form) in enumerate(ordered):
             if number not in fitting:
                 continue
-            sizes = _padded(block, form)
-            raw = self._backend.allocate(max(sum(sizes), _SMALLEST), "host")
+            strides = _strides(block, form)
+            raw = self._backend.allocate(max(sum(strides), _SMALLEST), "host")
+            raw.zero_()  # What lies between the members is never written.
             self._kept[block.index] = tuple(
                 raw[start : start + size].view(dtype)
                 for start, size, dtype in zip(
-                    itertools.accumulate(sizes, initial=0),
+                    itertools.accumulate(strides, initial=0),
                     form.sizes(block.chunk),
                     form.dtypes,
                     strict=False,
@@ -83,9 +90,19 @@ class UndoMemory:
             )
             self.nbytes += raw.numel()
 
-    def of(self, block: Block) -> tuple[Tensor, ...] | None:
-        """A block's memory, for the master and each state as they are kept; None where there was no room."""
-        return self._kept.get(block.index)
+    def has(self, block: Block) -> bool:
+        """Whether there was room for a block."""
+        return block.index in self._kept
+
+    def exchange(self, item: BlockStates) -> tuple[Tensor, ...]:
+        """Change the roles of a block's states and its memory here; what were the states until now."""
+        if item.master is None:
+            raise ValueError(f"{item.block.name} has no master of its own to exchange")
+        old = (item.master, *item.states)
+        item.master, *states = self._kept[item.block.index]
+        item.states = tuple(states)
+        self._kept[item.block.index] = old
+        return old
 
     def close(self) -> None:
         """Free it."""
@@ -101,14 +118,19 @@ class UndoMemory:
         return chosen, taken
 
 
-def _padded(block: Block, form: StateForm) -> list[int]:
-    """Bytes of each part of a block's old states, up to where the next one may begin."""
-    return [round_up(size, 4) for size in form.sizes(block.chunk)]
+def _strides(block: Block, form: StateForm) -> list[int]:
+    """Bytes of each part of a block's states, up to where the next one may begin: a cache line, as for the states."""
+    return [round_up(size, UNIT * 4) for size in form.sizes(block.chunk)]
 
 
-def _sizes_in_order(blocks: Sequence[tuple[Block, StateForm]]) -> list[int]:
-    """Bytes of each block's old states; gradients come in the reverse order of the forward."""
-    return [sum(_padded(block, form)) for block, form in reversed(blocks)]
+def _in_order(blocks: Sequence[tuple[Block, StateForm]]) -> list[tuple[Block, StateForm]]:
+    """Blocks that are updated in host memory; gradients come in the reverse order of the forward."""
+    return [item for item in reversed(blocks) if not item[0].on_device]
+
+
+def _sizes(blocks: Sequence[tuple[Block, StateForm]]) -> list[int]:
+    """Bytes of each block's second set of states."""
+    return [sum(_strides(block, form)) for block, form in blocks]
 
 
 class Speculator:
@@ -160,11 +182,11 @@ class Speculator:
         """
         self.undo([block])
         states = self._states[block.optimizer]
-        kept, item = self._memory.of(block), states.blocks.get(block.index)
+        item = states.blocks.get(block.index)
         contributions = self._gradients.contributions(block)
         if (
-            kept is None
-            or item is None
+            item is None
+            or not self._memory.has(block)
             or item.master is None
             or states.rule is None
             or contributions != self._usual.get(block.index, 1)
@@ -173,21 +195,54 @@ class Speculator:
         plan = states.peek(block, present.__contains__)
         if plan is None:
             return
-        values = (item.master, *item.states)
-        saved = self._lane.submit(
-            Copy(destinations=kept, sources=values, label=f"keep states of {block.name}"),
-            after=self._pipeline.running(block),
-        )
-        self._pipeline.follow(block, saved)
-        clip = Clip(factor=1.0 / self._loss_scale(), value=None)
-        (updated,) = self._pipeline.hold(plan, states.blocks, states.rule, clip)
+        clip = self._unclipped()
+        old = self._memory.exchange(item)
+        try:
+            updated = self._issue(plan, item, states.rule, clip, old)
+        except BaseException:
+            self._memory.exchange(item)
+            raise
         self._begun[block.index] = _Begun(
-            updated=updated,
-            hyper=plan.hyper,
-            clip=clip,
-            contributions=contributions,
-            kept=kept,
-            states=item,
+            updated=updated, hyper=plan.hyper, clip=clip, contributions=contributions, states=item
+        )
+
+    def _issue(
+        self,
+        plan: StepPlan,
+        item: BlockStates,
+        rule: Rule,
+        clip: Clip,
+        old: tuple[Tensor, ...],
+    ) -> Updated:
+        """Issue an update that reads the old states and writes those that are a block's now."""
+        block = item.block
+        apart = item.moments != "int8" and all(
+            len(each.positions) == len(block.parameters) for each in plan.blocks
+        )
+        if not apart:
+            # Groups of bytes, and members without a gradient, are updated or left where they are: bring them there.
+            new = tuple(part for part in (item.master, *item.states) if part is not None)
+            copied = self._lane.submit(
+                Copy(destinations=new, sources=old, label=f"keep states of {block.name}"),
+                after=self._pipeline.running(block),
+            )
+            self._pipeline.follow(block, copied)
+        # The roles may change again before this has run.
+        as_issued = {block.index: copy.copy(item)}
+        (updated,) = self._pipeline.hold(plan, as_issued, rule, clip, old if apart else None)
+        return updated
+
+    def _unclipped(self) -> Clip:
+        return Clip(factor=1.0 / self._loss_scale(), value=None)
+
+    def is_wanted(self, plan: StepPlan, clip: Clip) -> bool:
+        """Whether the step is one whose updates begin in backward: after as many micro-batches as the last, without a clip.
+
+        The same on all ranks.
+        """
+        return clip == self._unclipped() and all(
+            self._gradients.contributions(item.block) == self._usual.get(item.block.index, 1)
+            for item in plan.blocks
         )
 
     def check(self, plan: StepPlan, clip: Clip) -> None:
@@ -232,14 +287,5 @@ class Speculator:
             if begun is None:
                 continue
             self.undone += 1
-            block, item = begun.updated.plan.block, begun.states
-            values = (item.master, *item.states)
-            back = self._lane.submit(
-                Copy(
-                    destinations=tuple(value for value in values if value is not None),
-                    sources=begun.kept,
-                    label=f"undo the update of {block.name}",
-                ),
-                after=(begun.updated.ticket,),
-            )
-            self._pipeline.follow(block, back)
+            # What has been written is never looked at; the next update of the block comes after it.
+            self._memory.exchange(begun.states)
