@@ -12,7 +12,10 @@ The step's time includes its last write. With `--deepspeed` the step of DeepSpee
 sub-groups of the same size, in the same folder. Its forward and backward are not timed, and neither are the gradients that it
 writes to files there; that it reads them back is part of its step.
 
-Run: python benchmarks/nvme_step.py PATH [--numel 100e6] [--buffer 256MiB] [--rounds 5] [--deepspeed] [--json out.json]
+With `--moments bf16 int8` steps whose moments take 2 bytes, or about 1, run in turn with the fp32 one.
+
+Run: python benchmarks/nvme_step.py PATH [--numel 100e6] [--buffer 256MiB] [--rounds 5] [--moments bf16 int8] [--deepspeed]
+     [--json out.json]
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import socket
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _report import Report, interleaved, median_ratio, write_json
 
 from zero_plugin import ZeroConfig, ZeroEngine
-from zero_plugin.config import parse_bytes
+from zero_plugin.config import MomentDType, parse_bytes
 from zero_plugin.grads.norm import Clip
 from zero_plugin.optim.rule import ADAMW
 from zero_plugin.optim.swap import Tile, TileUpdate
@@ -145,7 +148,7 @@ class Flat(torch.nn.Module):
         return sum((p.float().sum() * 1e-6 for p in self.weights), torch.zeros(()))
 
 
-def make_engine(args: argparse.Namespace) -> ZeroEngine:
+def make_engine(args: argparse.Namespace, moments: MomentDType = "fp32") -> ZeroEngine:
     """A model of bf16 weights of 8 million elements each."""
     model = Flat(args.numel)
     config = ZeroConfig(
@@ -154,6 +157,7 @@ def make_engine(args: argparse.Namespace) -> ZeroEngine:
         nvme_buffer_bytes=args.buffer,
         nvme_engine=args.engine,
         threads=args.threads,
+        moment_dtype=moments,
     )
     return ZeroEngine(model, torch.optim.AdamW(model.parameters(), **OPTIONS), config)
 
@@ -240,19 +244,30 @@ def compare(args: argparse.Namespace) -> Report:
         return measure(args, deepspeed_side(args, folder) if args.deepspeed else "not asked for")
 
 
+def bytes_of(tiles: Sequence[Tile]) -> int:
+    """Bytes that a step reads, and writes again."""
+    return sum(tile.nbytes for tile in tiles)
+
+
+def step_of(engine: ZeroEngine) -> Callable[[], None]:
+    """A step of an engine whose gradients are there and stay: only the step is timed."""
+    optimizer = engine.optimizers[0]
+
+    def step() -> None:
+        engine._reducer.spent.clear()
+        optimizer.step()
+        engine.drain()
+
+    engine.backward(engine.model())
+    return step
+
+
 def measure(args: argparse.Namespace, other: DeepSpeed | str) -> Report:
     engine = make_engine(args)
+    small = {moments: make_engine(args, moments) for moments in args.moments}
     try:
         parts = Parts(engine)
-        optimizer = engine.optimizers[0]
-
-        def step() -> None:
-            # The gradients stay: only the step is timed.
-            engine._reducer.spent.clear()
-            optimizer.step()
-            engine.drain()
-
-        engine.backward(engine.model())
+        step = step_of(engine)
         # The parts alone leave other tiles' bytes in the file, which changes no time.
         sides: dict[str, Callable[[], object]] = {
             "step": step,
@@ -261,19 +276,23 @@ def measure(args: argparse.Namespace, other: DeepSpeed | str) -> Report:
             PARTS[2]: parts.write,
             BOTH: parts.both,
         }
+        moved: dict[str, int] = {}
+        for moments, each in small.items():
+            name = f"step, {moments} moments"
+            sides[name], moved[name] = step_of(each), bytes_of(Parts(each).tiles)
         prepare: dict[str, Callable[[], object]] = {}
         if isinstance(other, DeepSpeed):
             sides[SWAPPER], prepare[SWAPPER] = other.step, other.prepare
         seconds = interleaved(sides, args.rounds, prepare=prepare)
         slowest = [max(times) for times in zip(*(seconds[name] for name in PARTS), strict=True)]
         seconds["slowest part"] = slowest
-        nbytes = sum(tile.nbytes for tile in parts.tiles)
+        nbytes = bytes_of(parts.tiles)
         rows = [
             [
                 name,
                 statistics.median(times),
                 min(times),
-                nbytes / statistics.median(times) / 1e9,
+                moved.get(name, nbytes) / statistics.median(times) / 1e9,
                 median_ratio(seconds["step"], times),
             ]
             for name, times in seconds.items()
@@ -301,7 +320,8 @@ def measure(args: argparse.Namespace, other: DeepSpeed | str) -> Report:
             ],
         )
     finally:
-        engine.close()
+        for each in (engine, *small.values()):
+            each.close()
 
 
 def deepspeed_notes(
@@ -323,6 +343,13 @@ def main() -> None:
     parser.add_argument("--numel", type=float, default=100e6, help="parameters")
     parser.add_argument("--buffer", type=parse_bytes, default=256 << 20)
     parser.add_argument("--engine", choices=("auto", "uring", "threads"), default="auto")
+    parser.add_argument(
+        "--moments",
+        nargs="*",
+        choices=("bf16", "int8"),
+        default=[],
+        help="also steps whose moments are kept so",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=None, help="default: every processor")
     parser.add_argument(

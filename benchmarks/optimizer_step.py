@@ -7,6 +7,8 @@ Every side turns bf16 gradients into an updated fp32 master, fp32 moments and bf
 - torch: gradient cast to fp32, `torch.optim.AdamW(fused=True)`, weights cast to bf16;
 - DeepSpeed (where installed): the same casts around `DeepSpeedCPUAdam`, as its offload makes them.
 
+A second table has the step with moments of fewer bytes, and the one that writes a second set of states (`speculate`).
+
 Run: python benchmarks/optimizer_step.py [--numel 200e6] [--rounds 9] [--threads N] [--json out.json]
 """
 
@@ -26,7 +28,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from _report import Report, interleaved, median_ratio, write_json
 
+from zero_plugin.config import MomentDType
 from zero_plugin.kernels import Kernels
+from zero_plugin.optim.moments import GROUP, STORED, kept_bytes
 from zero_plugin.optim.rule import ADAMW
 
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -40,12 +44,15 @@ OURS, MEMORY, TORCH, DEEPSPEED = (
 
 
 class State:
-    """Buffers of one side: bf16 gradient and weights, fp32 master and moments."""
+    """Buffers of one side: bf16 gradient and weights, fp32 master, and moments in what dtype."""
 
-    def __init__(self, numel: int) -> None:
+    def __init__(self, numel: int, moments: MomentDType = "fp32") -> None:
+        self.moments: MomentDType = moments
         self.master = torch.empty(numel).normal_()
-        self.first = torch.zeros(numel)
-        self.second = torch.zeros(numel)
+        self.first, self.second = (
+            torch.zeros(kept_bytes(moments, numel), dtype=torch.uint8).view(STORED[moments])
+            for _ in range(2)
+        )
         self.gradient = torch.empty(numel, dtype=torch.bfloat16).normal_()
         self.weights = torch.zeros(numel, dtype=torch.bfloat16)
 
@@ -57,8 +64,24 @@ class State:
         sizes = torch.clamp(self.master.numel() - starts, max=size)
         return torch.stack([*columns, sizes, torch.zeros_like(starts)], dim=1).contiguous()
 
+    def places(self) -> torch.Tensor:
+        """The table beside that of one piece, for moments below fp32."""
+        exponents = [part.data_ptr() + self.master.numel() for part in (self.first, self.second)]
+        return torch.tensor([[1, 0, *exponents]], dtype=torch.int64)
 
-def our_step(kernels: Kernels, segments: torch.Tensor) -> Callable[[], None]:
+    def sources(self) -> torch.Tensor:
+        """This side's states as what another one's update reads."""
+        parts = (self.master, self.first, self.second)
+        return torch.tensor([[part.data_ptr() for part in parts]], dtype=torch.int64)
+
+
+def our_step(
+    kernels: Kernels,
+    segments: torch.Tensor,
+    moments: MomentDType = "fp32",
+    places: torch.Tensor | None = None,
+    sources: torch.Tensor | None = None,
+) -> Callable[[], None]:
     hyper = torch.tensor([ADAMW.hyper(OPTIONS, 10)], dtype=torch.float64)
 
     def step() -> None:
@@ -70,6 +93,9 @@ def our_step(kernels: Kernels, segments: torch.Tensor) -> Callable[[], None]:
             output_dtype=torch.bfloat16,
             scale=1.0,
             clip_value=None,
+            moment_dtype=STORED[moments],
+            places=places,
+            sources=sources,
         )
 
     return step
@@ -141,6 +167,39 @@ def compare_sides(numel: int, rounds: int, kernels: Kernels) -> Report:
         columns=["side", "seconds", "GB/s at 28 B", "time / ours"],
         rows=rows,
         notes=notes,
+    )
+
+
+def compare_forms(numel: int, rounds: int, kernels: Kernels) -> Report:
+    numel = numel // GROUP * GROUP
+    widths: dict[MomentDType, float] = {"fp32": 4, "bf16": 2, "int8": 1 + 1 / GROUP}
+    states = {moments: State(numel, moments) for moments in widths}
+    second = State(numel)
+    sides: dict[str, Callable[[], object]] = {
+        f"{moments} moments": our_step(kernels, state.segments(numel), moments, state.places())
+        for moments, state in states.items()
+    }
+    apart = "fp32, second set of states"
+    sides[apart] = our_step(kernels, second.segments(numel), sources=states["fp32"].sources())
+    moved = {f"{moments} moments": 12 + 4 * width for moments, width in widths.items()}
+    moved[apart] = moved["fp32 moments"]
+    seconds = interleaved(sides, rounds, warm_up=2)
+    plain = seconds["fp32 moments"]
+    rows = [
+        [
+            name,
+            moved[name],
+            statistics.median(times),
+            moved[name] * numel / statistics.median(times) / 1e9,
+            median_ratio(times, plain),
+        ]
+        for name, times in seconds.items()
+    ]
+    return Report(
+        benchmark="AdamW step by what it keeps",
+        settings=settings(numel, rounds, kernels),
+        columns=["side", "bytes a parameter", "seconds", "GB/s", "time / fp32"],
+        rows=rows,
     )
 
 
@@ -236,6 +295,7 @@ def main() -> None:
         reports = []
         for compare, count in (
             (compare_sides, numel),
+            (compare_forms, half),
             (compare_sizes, half),
             (compare_other_kernels, half),
         ):
