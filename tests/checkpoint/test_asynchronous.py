@@ -167,7 +167,13 @@ def test_the_call_waits_for_no_update_and_is_the_save_of_that_moment(
 
 
 @pytest.mark.parametrize(
-    "early", [{"speculate": True}, {"update_in_backward": True, "nonfinite": "propagate"}], ids=str
+    "early",
+    [
+        {"speculate": True},
+        {"speculate": True, "moment_dtype": "bf16"},
+        {"update_in_backward": True, "nonfinite": "propagate"},
+    ],
+    ids=str,
 )
 def test_an_update_inside_backward_comes_after_the_copy(
     early: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,7 +6,7 @@ there anyway. A state that every rank holds whole (stage 0, frozen weights below
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from zero_plugin.checkpoint.format import BUFFER, MASTER, STATE, WEIGHT, slice_name
 from zero_plugin.checkpoint.shardfile import Part, whole
+from zero_plugin.config import MomentDType
 from zero_plugin.errors import EngineStateError
 from zero_plugin.optim.blocks import BlockStates
 from zero_plugin.optim.moments import GROUP, take
@@ -302,7 +303,10 @@ class Holdings:
             offset = block.layout.offsets[position] + inside.start
             for number, kind in enumerate(state_kinds(states)):
                 if number:
-                    read = partial(_decoded, states, item, number - 1, offset)
+                    # Taken now: an update that may be undone exchanges a block's states.
+                    kept = item.states[number - 1]
+                    decode = partial(states.decoded, moments=item.moments, number=number - 1)
+                    read = partial(_decoded, decode, kept, item.moments, offset)
                 elif item.form == "split":
                     read = partial(_joined, states, item, weights, offset)
                 else:
@@ -422,13 +426,17 @@ def _joined(
 
 
 def _decoded(
-    states: OptimizerStates, item: BlockStates, number: int, first: int, start: int, stop: int
+    decode: Callable[[Tensor], Tensor],
+    kept: Tensor,
+    moments: MomentDType,
+    first: int,
+    start: int,
+    stop: int,
 ) -> Tensor:
     """A range of a moment in memory, as fp32; groups that share an exponent are decoded whole."""
     begin = (first + start) // GROUP * GROUP
     numel = round_up(first + stop - begin, GROUP)
-    kept = take(item.states[number], item.moments, begin, numel)
-    return states.decoded(kept, item.moments, number)[first + start - begin : first + stop - begin]
+    return decode(take(kept, moments, begin, numel))[first + start - begin : first + stop - begin]
 
 
 @dataclass(kw_only=True, slots=True)
