@@ -54,14 +54,14 @@ def placed(name: str, kind: MomentDType, path: Path, **settings: Any) -> dict[st
     return chosen | settings
 
 
-def oracle(recipe: Recipe, kind: MomentDType) -> Outcome:
-    """Plain torch, and the reference of the update with kept moments."""
+def oracle(recipe: Recipe, kind: MomentDType, warmup: int | None = None) -> Outcome:
+    """Plain torch, and the reference of the update with kept moments; delayed by a step after `warmup` steps."""
     model = recipe.model()
     optimizer = recipe.optimizer(model.parameters())
     rule = rule_for(optimizer)
     assert rule is not None
     named = dict(model.named_parameters())
-    masters = {name: p.detach().float().flatten() for name, p in named.items()}
+    masters = {name: p.detach().float().flatten().clone() for name, p in named.items()}
     kept = {
         name: [
             torch.zeros(kept_numel(kind, -(-p.numel() // GROUP) * GROUP), dtype=STORED[kind])
@@ -74,8 +74,11 @@ def oracle(recipe: Recipe, kind: MomentDType) -> Outcome:
         loss = model(gpt_batch(step, batch=recipe.batch))
         loss.backward()
         outcome.losses.append(loss.detach().clone())
+        late = warmup is not None and step + 1 >= warmup
         for name, parameter in named.items():
             assert parameter.grad is not None
+            if late and step + 1 != warmup:
+                parameter.data.copy_(masters[name].view_as(parameter))
             moments.update(
                 rule,
                 kind,
@@ -89,7 +92,8 @@ def oracle(recipe: Recipe, kind: MomentDType) -> Outcome:
                 scale=1.0,
                 clip_value=None,
             )
-            parameter.data.copy_(masters[name].view_as(parameter))
+            if not late:
+                parameter.data.copy_(masters[name].view_as(parameter))
             parameter.grad = None
     outcome.weights = snapshot(model)
     state: Any = {
@@ -201,6 +205,22 @@ def test_absent_gradients_skipped_steps_and_delays(kind: MomentDType, tmp_path: 
     # No layer is used in two steps in a row: an update that is one step late comes in time.
     for found in late:
         assert_same_bits(found, expected, "delayed")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_delayed_update_follows_its_recurrence(kind: MomentDType, tmp_path: Path) -> None:
+    recipe = Recipe(steps=8, width=12)
+    expected, plain = oracle(recipe, kind, warmup=3), oracle(recipe, kind)
+    delay = {"delayed_update": True, "delayed_update_warmup": 3}
+    for name in ("host", "weights on host", "nvme", "all on nvme"):
+        found = train(recipe, **placed(name, kind, tmp_path, **delay))
+        assert_same_bits(found.losses, expected.losses, name)
+        for number, entry in expected.state.items():
+            own = found.state["state"][number]
+            assert_same_bits({key: own[key] for key in entry}, entry, f"{name}, {number} ")
+    # A delay shows from the step after the warm-up's last.
+    same = [torch.equal(a, b) for a, b in zip(expected.losses, plain.losses, strict=True)]
+    assert same == [True] * 3 + [False] * 5
 
 
 # Bytes -------------------------------------------------------------------------------------------------------------
