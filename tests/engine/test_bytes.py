@@ -253,6 +253,48 @@ def staging_of(rank: int, size: int, depth: int) -> tuple[int, int, int]:
         return memory["device"]["staging"] - workspace, memory["host"]["staging"], workspace
 
 
+@pytest.mark.dist
+def test_one_large_parameter_takes_one_large_slab() -> None:
+    found = ranks(2, slabs_of_a_vocabulary)
+    assert found[0][3]
+    for staging, table, layer, weights, plain in found:
+        # The table's slab, and those of a layer's blocks but its largest, whose slab is the table's; both of what is gathered
+        # and of this rank's half of it.
+        rest = layer[1:]
+        wanted = sum(round_to_pages(nbytes) for nbytes in (table, *rest))
+        halves = sum(round_to_pages(nbytes // 2) for nbytes in (table, *rest))
+        assert staging == wanted + halves
+        # As many slabs of the largest were four times as much.
+        assert staging < len(layer) * (table + table // 2) / 4
+        assert all(torch.equal(weights[name], plain[name]) for name in plain)
+
+
+def slabs_of_a_vocabulary(
+    rank: int, size: int
+) -> tuple[int, int, list[int], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """In a rank: bytes of the slabs that weights are gathered through, of the table, and of a layer's blocks; weights after two
+    steps, and without sharding."""
+    results: list[dict[str, torch.Tensor]] = []
+    staging, table, layer = 0, 0, list[int]()
+    for settings in ({"stage": 3, "params": "host"}, {"stage": 0}):
+        model = make_gpt(torch.bfloat16, width=32, vocabulary=4000)
+        with engine_for(model, bucket_bytes=4096, **settings) as (engine, optimizer):
+            for step in range(2):
+                engine.backward(model(gpt_batch(step, rank=rank)))
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append(engine.full_state_dict())
+            if engine._sharded is not None:
+                staging = engine._sharded.gatherer.staging_bytes
+                units = [
+                    sorted((size * block.chunk * 2 for block in unit.blocks), reverse=True)
+                    for unit in engine._sharded.units
+                ]
+                table = max(map(max, units))
+                layer = max((unit for unit in units if unit[0] < table), key=len)
+    return staging, table, layer, *results
+
+
 # The kernel's own counters ----------------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,7 @@ from zero_plugin.planner.layers import LAID_OUT, Layers
 from zero_plugin.resources import Resources
 from zero_plugin.runtime.backend import Backend, HostCompute, Lane, LaneKind, Memory
 from zero_plugin.runtime.execution import Services
+from zero_plugin.runtime.slabset import slab_sizes
 from zero_plugin.runtime.ticket import ProgramOrder
 from zero_plugin.sharding.layout import group_by_bytes
 from zero_plugin.sharding.parameters import ManagedParameter
@@ -246,7 +247,7 @@ class BufferSizes:
         largest: elements of the largest parameter.
         two_blocks: bytes of the two largest blocks.
         unit: bytes of the largest unit.
-        blocks_in_unit: most blocks that a unit is cut into.
+        gathers: elements of the slabs that a unit's blocks are gathered through.
         blocks: how many there are where weights are whole.
         unit_blocks: how many there are where units have blocks of their own.
     """
@@ -254,7 +255,7 @@ class BufferSizes:
     largest: int
     two_blocks: int
     unit: int
-    blocks_in_unit: int
+    gathers: int
     blocks: int
     unit_blocks: int
 
@@ -295,25 +296,25 @@ class DryModel:
         """What placements can be compared by before one is tried."""
         blocks: list[int] = []
         units: list[int] = []
-        counts: list[int] = [2]
-        trained = [p for p in self.model.parameters() if p.requires_grad]
+        pieces: list[list[int]] = []
+        every = [p for p in self.model.parameters() if p.requires_grad]
         for unit in plan_units(self.model, persist_below=0).units:
-            members = [p for _, p in unit.parameters if p.requires_grad]
-            groups = group_by_bytes(
-                [p.numel() * wire for p in members], [p.dtype for p in members], bucket_bytes
-            )
-            parts = [sum(members[i].nbytes for i in group) for group in groups]
+            members = [p for _, p in unit.parameters]
+            keys = [(p.requires_grad, p.dtype) for p in members]
+            groups = group_by_bytes([p.numel() * wire for p in members], keys, bucket_bytes)
+            trained = [group for group in groups if members[group[0]].requires_grad]
+            parts = [sum(members[i].nbytes for i in group) for group in trained]
             blocks += parts
             units.append(sum(parts))
-            counts.append(len(parts))
+            pieces.append([sum(members[i].numel() for i in group) for group in groups])
         return BufferSizes(
             largest=max((p.numel() for p in self.model.parameters()), default=0),
             two_blocks=sum(sorted(blocks, reverse=True)[:2]),
             unit=max(units, default=0),
-            blocks_in_unit=max(counts),
+            gathers=sum(slab_sizes(pieces)),
             blocks=len(
                 group_by_bytes(
-                    [p.numel() * wire for p in trained], [p.dtype for p in trained], bucket_bytes
+                    [p.numel() * wire for p in every], [p.dtype for p in every], bucket_bytes
                 )
             ),
             unit_blocks=len(blocks),

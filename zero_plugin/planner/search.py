@@ -192,7 +192,7 @@ def estimate(choice: Choice, task: Task) -> dict[str, float]:
 
 
 def _buffers(choice: Choice, task: Task) -> float:
-    """Device buffers of the largest block: two to reduce and publish in, and at stage 3 as many as a unit has blocks to gather in."""
+    """Device buffers: two of the largest block to reduce and publish in, and at stage 3 those that a unit is gathered through."""
     sizes, load, ranks = task.buffers, task.load, task.hardware.world_size
     found = float(sizes.two_blocks)
     shards = ranks if choice.stage >= 1 else 1
@@ -203,7 +203,7 @@ def _buffers(choice: Choice, task: Task) -> float:
     found += 2 * sizes.largest * (max(load.wire, load.element) + 4 / shards)
     if choice.stage == 3:
         own = 0 if choice.params == "device" else 1 / shards
-        found += sizes.blocks_in_unit * sizes.largest * load.element * (1 + own)
+        found += sizes.gathers * load.element * (1 + own)
     return found
 
 

@@ -7,6 +7,7 @@ goes back to the pool when its last operation has ended.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -250,6 +251,17 @@ class SlabPool:
         self.collect()
         with self._lock:
             return len(self._free)
+
+    @property
+    def next_free(self) -> float:
+        """Place in program order of the operation that the next slab to come free waits for; infinity where all are held."""
+        with self._lock:
+            places = [
+                lease.last_sequence
+                for lease in self._leases
+                if lease.state in (LeaseState.RETURNING, LeaseState.RELEASED)
+            ]
+        return min(places, default=math.inf)
 
     def acquire(self, holder: str) -> Lease:
         """A slab for `holder`; waits while a released one is still in use by an operation.

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from zero_plugin.errors import ParameterError
 from zero_plugin.runtime.backend import Backend, Ticket
-from zero_plugin.runtime.buffers import SlabPool
-from zero_plugin.runtime.memory import round_to_pages
 from zero_plugin.runtime.operations import Collective, Copy
+from zero_plugin.runtime.slabset import SlabSet, planned_bytes, slab_sizes
 from zero_plugin.sharding.group import ProcessGroup
 from zero_plugin.sharding.guard import guard_of, storage_key
 from zero_plugin.sharding.hooks import undisturbed
@@ -206,8 +205,8 @@ class UnitGatherer:
         self._fetch = backend.lane("fetch weights", "device")
         self._collectives = backend.lane("gather weights", "device")
         self._unpack = backend.lane("unpack weights", "device")
-        self._chunks: SlabPool | None = None
-        self._gathered: SlabPool | None = None
+        self._chunks: SlabSet | None = None
+        self._gathered: SlabSet | None = None
         self._predictor = OrderPredictor()
         self._last_event: tuple[int, Phase] | None = None
         self.track = Track()
@@ -241,17 +240,14 @@ class UnitGatherer:
         """Measure `peak_bytes` from now on."""
         self._here.forget_peak()
 
-    def planned(self, units: Iterable[Unit]) -> int:
-        """Device bytes of staging with these units."""
-        return sum(
-            round_to_pages(size) * count
-            for size, count in self._pool_sizes([b for unit in units for b in unit.blocks])
-        )
+    def planned(self, blocks: Sequence[Block]) -> int:
+        """Device bytes of staging with these blocks."""
+        return sum(map(planned_bytes, self._slab_sizes(blocks)))
 
     @property
     def staging_bytes(self) -> int:
         """Device bytes of staging."""
-        return sum(pool.nbytes for pool in (self._chunks, self._gathered) if pool is not None)
+        return sum(slabs.nbytes for slabs in (self._chunks, self._gathered) if slabs is not None)
 
     @property
     def gathered_bytes(self) -> int:
@@ -510,9 +506,9 @@ class UnitGatherer:
                 for member in unit.members:
                     member.parameter.__class__ = nn.Parameter
         self._closed = True
-        for pool in (self._chunks, self._gathered):
-            if pool is not None:
-                pool.close()
+        for slabs in (self._chunks, self._gathered):
+            if slabs is not None:
+                slabs.close()
         self._chunks = self._gathered = None
 
     # Inside ------------------------------------------------------------------------------------------------------
@@ -622,7 +618,7 @@ class UnitGatherer:
         shard, ready = fetched_from.chunk, (start, *fetched_from.after)
         own = None
         if self._chunks is not None:
-            own = self._chunks.acquire(f"own weights of {block.name}")
+            own = self._chunks.acquire(f"own weights of {block.name}", _chunk_bytes(block))
             here = own.tensor(block.dtype, block.chunk)
             fetched = self._fetch.submit(
                 Copy(
@@ -636,7 +632,7 @@ class UnitGatherer:
             fetched_from.release(after=fetched)
             shard, ready = here, (fetched,)
         shards = block.layout.shards
-        lease = self._pool().acquire(f"weights of {block.name}")
+        lease = self._slabs().acquire(f"weights of {block.name}", shards * _chunk_bytes(block))
         gathered = lease.tensor(block.dtype, shards * block.chunk).view(shards, -1)
         arrived = self._collectives.submit(
             Collective(
@@ -671,44 +667,41 @@ class UnitGatherer:
     def _direction(self) -> Literal["host_to_device"] | None:
         return None if self._shards.tier == "device" else "host_to_device"
 
-    def _pool(self) -> SlabPool:
+    def _slabs(self) -> SlabSet:
         if self._gathered is None:
             raise ParameterError("weights were gathered after engine.close(): build a new engine")
         return self._gathered
 
-    def _pool_sizes(self, blocks: Sequence[Block]) -> list[tuple[int, int]]:
-        """Bytes and number of the slabs for own chunks, and of those for gathered blocks."""
+    def _slab_sizes(self, blocks: Sequence[Block]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Bytes of each slab for an own chunk, and of each for a gathered block."""
         if self._group.size == 1 or not blocks:
-            return []
-        per_unit: dict[int, int] = {}
-        for block in blocks:
-            per_unit[block.unit] = per_unit.get(block.unit, 0) + 1
+            return (), ()
         # As many as the unit of most blocks has, so that a gather ahead is issued without waiting for its own parts.
-        count = max(2, *per_unit.values())
-        chunk = max(block.chunk * block.dtype.itemsize for block in blocks)
-        gathered = max(block.layout.shards * block.chunk * block.dtype.itemsize for block in blocks)
-        own = 0 if self._shards.tier == "device" else count
-        return [(chunk, own), (gathered, count)]
+        units: dict[int, list[Block]] = {}
+        for block in blocks:
+            units.setdefault(block.unit, []).append(block)
+        chunks = slab_sizes([_chunk_bytes(b) for b in unit] for unit in units.values())
+        gathered = slab_sizes(
+            [b.layout.shards * _chunk_bytes(b) for b in unit] for unit in units.values()
+        )
+        return () if self._shards.tier == "device" else chunks, gathered
 
     def _reserve(self, blocks: Sequence[Block]) -> None:
-        sizes = self._pool_sizes(blocks)
-        if not sizes:
-            return
-        (chunk, own), (gathered, count) = sizes
-        if own:
-            self._chunks = self._resize(self._chunks, "own weights", chunk, own)
-        self._gathered = self._resize(self._gathered, "gathered weights", gathered, count)
+        chunks, gathered = self._slab_sizes(blocks)
+        self._chunks = self._resize(self._chunks, "own weights", chunks)
+        self._gathered = self._resize(self._gathered, "gathered weights", gathered)
 
-    def _resize(self, pool: SlabPool | None, name: str, nbytes: int, slabs: int) -> SlabPool:
-        if pool is not None:
-            if pool.slab_bytes >= nbytes and pool.slabs >= slabs:
-                return pool
-            pool.close()
-        return SlabPool(
+    def _resize(self, slabs: SlabSet | None, name: str, sizes: Sequence[int]) -> SlabSet | None:
+        if slabs is not None:
+            if slabs.suffices(sizes):
+                return slabs
+            slabs.close()
+        if not sizes:
+            return None
+        return SlabSet(
             name=name,
             backend=self._backend,
-            slab_bytes=nbytes,
-            slabs=slabs,
+            sizes=sizes,
             memory="device",
             setting="bucket_bytes",
         )
@@ -721,6 +714,11 @@ class UnitGatherer:
     def _tick(self) -> float:
         self.track.clock += 1.0
         return self.track.clock
+
+
+def _chunk_bytes(block: Block) -> int:
+    """Bytes of one rank's chunk of a block's weights."""
+    return max(1, block.chunk * block.dtype.itemsize)
 
 
 def _backward_task() -> int:

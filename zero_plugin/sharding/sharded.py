@@ -239,7 +239,9 @@ class ShardedModel:
         gathered = sum(sorted(sizes, reverse=True)[:most])
         return WeightNeeds(
             shards=shards + frozen,
-            staging=self.gatherer.staging_bytes,
+            staging=self.gatherer.planned(
+                [*(block for unit in self._units for block in unit.blocks), *trainable]
+            ),
             gathered=gathered,
             host_staging=self.shards.planned(trainable),
         )
