@@ -182,6 +182,79 @@ def test_a_delayed_update_hides_behind_enough_tokens(desktop: Hardware) -> None:
         assert simulate(late, load, desktop) < simulate(plain, load, desktop)
 
 
+@pytest.mark.parametrize("early", ["speculate", "update_in_backward"])
+def test_an_update_inside_backward_hides_behind_it(desktop: Hardware, early: str) -> None:
+    plain = Choice(stage=2, optimizer="host", gradients="host")
+    inside = replace(plain, early=early)
+    assert inside.settings()[early] is True
+    for tokens, repeats in ((256, 1), (65536, 1), (65536, 4)):
+        load = load_of(tokens, accumulate=repeats)
+        parts = price(plain, load, desktop).phases
+        update = parts[2].seconds["update on the host"]
+        computed = parts[1].seconds["compute"]
+        # Gradients on their way to the host take longer than computing few tokens.
+        computed = max(computed, parts[1].seconds["device to host"])
+        hidden = min(update, computed)
+        shown = parts[2].seconds["host to device"]
+        gained = simulate(plain, load, desktop) - simulate(inside, load, desktop)
+        # Beside the last backward, and no more than it lasts; showing the weights was beside the update before, but for a block.
+        assert 0 < gained <= hidden * 1.001
+        assert gained >= min(update - shown, computed) * 0.93
+        saved = price(plain, load, desktop).seconds - price(inside, load, desktop).seconds
+        assert saved == pytest.approx(gained, rel=0.1)
+        bound = price(inside, load, desktop).lower_bound
+        assert bound == price(plain, load, desktop).lower_bound <= simulate(inside, load, desktop)
+    # Where the same cores compute and update nothing is gained.
+    cores = replace(desktop, device_is_host=True)
+    assert simulate(inside, load_of(256), cores) == pytest.approx(
+        simulate(plain, load_of(256), cores)
+    )
+
+
+def test_speculation_is_chosen_where_it_is_allowed_and_there_is_memory_for_it() -> None:
+    model = {"model_type": "gpt2", "n_embd": 1024, "n_layer": 8, "n_head": 16}
+    options: dict[str, Any] = {"hardware": "rtx-4090", "batch": 4, "seq": 512, "stage": 2}
+    options |= {"optimizer": "host", "device_fraction": 0.0, "alternatives": 0}
+    plain = plan(model, **options)
+    allowed = plan(model, **options, speculate=True)
+    assert plain.best is not None
+    assert allowed.best is not None
+    assert allowed.config is not None
+    assert not plain.best.choice.early
+    assert allowed.config.speculate
+    assert allowed.best.seconds < plain.best.seconds
+    more = allowed.best.peak["host"] - plain.best.peak["host"]
+    # What is undone with, and weights that wait for the step.
+    assert 14 <= more / plain.load.trainable <= 14.2
+    room = (plain.best.peak["host"] + more // 2) / 0.9
+    short = plan(model, **options, speculate=True, host=int(room))
+    assert short.config is not None
+    assert not short.config.speculate
+
+
+@pytest.mark.parametrize(("dtype", "moment"), [("fp32", 4), ("bf16", 2), ("int8", 17 / 16)])
+def test_small_moments_are_priced_by_their_bytes(dtype: str, moment: float) -> None:
+    model = {"model_type": "gpt2", "n_embd": 1024, "n_layer": 8, "n_head": 16}
+    options: dict[str, Any] = {"hardware": "rtx-4090", "stage": 2, "gradients": "host"}
+    options |= {"device_fraction": 0.0, "moment_dtype": dtype, "checkpointing": False}
+    for tier, more in (("host", {}), ("nvme", {"nvme_cache_bytes": 0})):
+        found = plan(model, **options, **more, optimizer=tier, nvme_size="1TB")
+        assert found.best is not None
+        psi = found.load.trainable
+        update = found.best.price.phases[2].seconds
+        rate = found.hardware.update / found.hardware.devices
+        fixed = update["host to device"] - 2 * psi / found.hardware.link_up
+        wanted = (2 + 8 + 4 * moment + 2) * psi / rate
+        assert update["update on the host"] - fixed == pytest.approx(wanted)
+        table = found.best.footprint.table[tier]
+        assert table["moments"] == pytest.approx(2 * moment * psi, rel=0.002)
+        if tier == "nvme":
+            kept = (4 + 2 * moment) * psi
+            assert update["disk writes"] == pytest.approx(
+                kept / found.hardware.nvme_write + fixed, rel=1e-6
+            )
+
+
 def test_more_host_memory_is_never_slower() -> None:
     before = float("inf")
     for host in ("4GB", "16GB", "64GB"):

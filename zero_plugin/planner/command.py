@@ -32,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nvme-size", metavar="SIZE", help="space there; without: what is free")
     parser.add_argument("--world", type=int, help="number of ranks")
     parser.add_argument("--delayed-update", action="store_true", help="allow updates one step late")
+    parser.add_argument(
+        "--speculate", action="store_true", help="allow updates inside backward, kept to be undone"
+    )
     checkpointing = parser.add_mutually_exclusive_group()
     for name, value in (("--checkpointing", True), ("--no-checkpointing", False)):
         checkpointing.add_argument(name, dest="checkpointing", action="store_const", const=value)
@@ -63,6 +66,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
         nvme=nvme if nvme is None or len(nvme) > 1 else nvme[0],
         nvme_size=arguments.nvme_size,
         delayed_update=arguments.delayed_update,
+        speculate=arguments.speculate,
         **{name: value for name, value in pinned.items() if value is not None},
     )
     if arguments.json:

@@ -10,7 +10,7 @@ after another (`CORES`), and only files are beside them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zero_plugin.config import Tier
@@ -62,6 +62,7 @@ class Choice:
         split: whether the master is kept as a remainder beside bf16 weights.
         cached: part of the states on files that stays in host memory.
         fraction: part of the host's states that stays on the device and is updated there.
+        early: setting that begins updates inside backward, `speculate` or `update_in_backward`; empty for none.
     """
 
     stage: int
@@ -76,6 +77,7 @@ class Choice:
     split: bool = False
     cached: float = 0.0
     fraction: float = 0.0
+    early: str = ""
 
     def settings(self) -> dict[str, Any]:
         """As `ZeroConfig` fields; paths and limits are the planner's to add."""
@@ -94,6 +96,8 @@ class Choice:
             found["split_master"] = True
         if self.fraction:
             found["device_fraction"] = self.fraction
+        if self.early:
+            found[self.early] = True
         return found
 
     @property
@@ -118,6 +122,7 @@ class Load:
         activity: one micro-batch.
         blocks: number of blocks that are reduced and updated where weights are whole; 0: as many as units.
         unit_blocks: likewise where they are sharded.
+        moment: bytes of an element of a state beside the master.
     """
 
     trainable: int
@@ -131,6 +136,12 @@ class Load:
     activity: Activity
     blocks: int = 0
     unit_blocks: int = 0
+    moment: float = 4.0
+
+    @property
+    def moments(self) -> float:
+        """Bytes of a parameter's states beside the master."""
+        return self.moment * (self.states - 1)
 
     def blocks_at(self, stage: int) -> int:
         """Blocks that a step goes through."""
@@ -207,26 +218,48 @@ def phases(choice: Choice, load: Load, hardware: Hardware) -> tuple[Phase, ...]:
     )
 
 
+BEGUN_EARLY = (READ, DOWN, HOST_UPDATE)
+"""What of an update on the host runs beside a backward that it begins in: all but what shows the new weights."""
+
+
+def begun_early(choice: Choice, parts: tuple[Phase, ...]) -> tuple[Phase, Phase]:
+    """The last backward of a step, and the update after it, where updates may begin in that backward."""
+    _, backward, update = parts
+    if not choice.early:
+        return backward, update
+    inside = dict(backward.seconds)
+    for name in BEGUN_EARLY:
+        _add(inside, name, update.seconds.get(name, 0.0))
+    after = {name: value for name, value in update.seconds.items() if name not in BEGUN_EARLY}
+    return replace(backward, seconds=inside), replace(update, seconds=after)
+
+
 def price(choice: Choice, load: Load, hardware: Hardware) -> Price:
     """Seconds of a step: within a phase the resources work at once, the phases one after another.
 
-    A delayed update is beside forward and backward; what its gradient and the new weights need stays between them.
+    A delayed update is beside forward and backward; what its gradient and the new weights need stays between them. Updates that
+    begin inside backward are beside the last one.
     """
     parts = phases(choice, load, hardware)
+    forward, backward, _ = parts
+    last, after = begun_early(choice, parts)
     start = _first(parts, load)
-    computing = sum(phase.repeats * phase.longest for phase in parts[:2]) + start
-    update = parts[2].longest + _tail(parts[2], load.blocks_at(choice.stage))
+    computing = forward.repeats * forward.longest + (backward.repeats - 1) * backward.longest
+    # New weights are shown once the backward has ended, while later blocks are still updated.
+    update = max(after.longest, last.longest - backward.longest)
+    update += _tail(after, load.blocks_at(choice.stage))
+    computing += backward.longest + start
     busy: dict[str, float] = {}
     for phase in parts:
         for name, taken in phase.served.items():
             _add(busy, name, phase.repeats * taken)
     seconds = max(computing, update, busy.get(CORES, 0.0)) if choice.delayed else computing + update
     waited: dict[str, float] = dict.fromkeys(RESOURCES, 0.0)
-    counted = parts
+    counted = [(forward, forward.repeats), (backward, backward.repeats - 1), (last, 1), (after, 1)]
     if choice.delayed:
-        counted = parts[:2] if computing >= update else parts[2:]
-    for phase in counted:
-        waited[phase.slowest] += phase.repeats * phase.longest
+        counted = counted[:3] if computing >= update else counted[3:]
+    for phase, repeats in counted:
+        waited[phase.slowest] += repeats * phase.longest
     return Price(
         seconds=seconds,
         lower_bound=min(seconds, max(busy.values())),
@@ -260,7 +293,9 @@ class _Terms:
         self._weights = load.element * load.parameters / self._ranks
         self._blocks = load.blocks_at(choice.stage)
         # Whose weights are fp32 and held by the update itself writes nothing beside its master.
-        self._is_master = load.element == 4 and choice.optimizer != "nvme"
+        self._is_master = (
+            load.element == 4 and choice.optimizer != "nvme"
+        )  # Held updates too: it is what is shown.
 
     def forward(self) -> dict[str, float]:
         """One micro-batch."""
@@ -303,7 +338,7 @@ class _Terms:
         own, seconds, moved = self._own, dict[str, float](), {READ: 0.0, WRITE: 0.0}
         # 28 bytes a parameter for Adam and bf16: the gradient, each state read and written, and the new weight.
         output = 0 if self._is_master else load.element
-        traffic = (load.gradient + 8 * load.states + output) * own
+        traffic = (load.gradient + 8 + 2 * load.moments + output) * own
         if choice.optimizer == "device" and not hardware.device_is_host:
             _add(seconds, DEVICE_UPDATE, traffic / hardware.device_bandwidth)
         else:
@@ -315,9 +350,10 @@ class _Terms:
         fixed = hardware.step_seconds + self._blocks * hardware.launch_seconds / 2
         if choice.optimizer == "nvme":
             # fp32 weights in files are the master; they are read for the update and written after it.
-            kept = load.states - (load.element == 4 and choice.params == "nvme")
-            stored = (4 * kept - 2 * choice.split) * own * (1 - choice.cached)
-            moved[READ] += stored + (load.states - kept) * load.element * own
+            serve = load.element == 4 and choice.params == "nvme"
+            master = 0 if serve else 4 - 2 * choice.split
+            stored = (master + load.moments) * own * (1 - choice.cached)
+            moved[READ] += stored + serve * load.element * own
             moved[WRITE] += stored
             fixed += self._blocks * hardware.tile_seconds
         self._publish(seconds, moved, own)

@@ -13,6 +13,7 @@ from torch import nn
 from zero_plugin.config import ZeroConfig, parse_bytes
 from zero_plugin.errors import ConfigError
 from zero_plugin.machine.hardware import Hardware
+from zero_plugin.optim.moments import GROUP, kept_bytes
 from zero_plugin.planner.advice import advice_for
 from zero_plugin.planner.cost import Choice, Load
 from zero_plugin.planner.dry import DryModel, meta_twin
@@ -113,6 +114,7 @@ def plan(  # noqa: PLR0913 - what a plan depends on, by name
     nvme: str | Path | Sequence[str | Path] | None = None,
     nvme_size: int | str | None = None,
     delayed_update: bool = False,
+    speculate: bool = False,
     alternatives: int = 3,
     **pinned: Any,
 ) -> Plan:
@@ -137,6 +139,7 @@ def plan(  # noqa: PLR0913 - what a plan depends on, by name
         nvme: folder or folders of the `nvme` tier; none are used without, unless the hardware has disks.
         nvme_size: bytes there, in place of the free space.
         delayed_update: whether an update may be one step late.
+        speculate: whether updates may begin inside backward, with memory to undo them.
         alternatives: how many next-best placements to name.
         **pinned: `ZeroConfig` fields that are fixed (`stage=2`, `optimizer="host"`), and `checkpointing=True` or `False`.
 
@@ -147,7 +150,8 @@ def plan(  # noqa: PLR0913 - what a plan depends on, by name
     machine = _machine(hardware, world, gpu, host, nvme, nvme_size)
     rank_batch = Batch(batch=batch, sequence=seq, accumulate=accumulate)
     dry = DryModel(source.model, rule)
-    task = _task(dry, source, machine, rank_batch, inputs, nvme, pinned, delayed=delayed_update)
+    task = _task(dry, source, machine, rank_batch, inputs, nvme, pinned)
+    task = replace(task, delayed=task.delayed or delayed_update, speculates=speculate)
     return _choose(task, source, rank_batch, alternatives)
 
 
@@ -249,8 +253,6 @@ def _task(  # noqa: PLR0913, PLR0917 - the parts of a task
     inputs: Any,
     nvme: Any,
     pinned: Mapping[str, Any],
-    *,
-    delayed: bool,
 ) -> Task:
     settings, choices = _pins(pinned)
     paths = _paths(nvme)
@@ -275,13 +277,14 @@ def _task(  # noqa: PLR0913, PLR0917 - the parts of a task
             activity=_activity(source, dry, batch, inputs, element),
             blocks=sizes.blocks,
             unit_blocks=sizes.unit_blocks,
+            moment=kept_bytes(settings.get("moment_dtype", "fp32"), GROUP) / GROUP,
         ),
         buffers=sizes,
         hardware=machine,
         limits=Limits.of(machine),
         settings=settings,
         pinned=choices,
-        delayed=delayed or bool(choices.get("delayed")),
+        delayed=bool(choices.get("delayed")),
         bf16=next(source.model.parameters()).dtype == torch.bfloat16,
     )
 
@@ -292,7 +295,9 @@ def _pins(pinned: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     settings: dict[str, Any] = {}
     for key, value in pinned.items():
         name = _PINS.get(key, key)
-        if name in _CHOICES:
+        if key == "update_in_backward":
+            choices["early"] = key if value else ""
+        elif name in _CHOICES:
             choices[name] = value
         else:
             settings[key] = value

@@ -102,6 +102,7 @@ class Task:
         settings: `ZeroConfig` fields that every placement shares (paths, dtypes, pinned choices).
         pinned: fields of `Choice` that are fixed.
         delayed: whether a delayed update is allowed.
+        speculates: whether updates may begin inside backward, with memory to undo them.
         accumulate: micro-batches of a step.
         bf16: whether compute weights are bf16, so that masters can be split.
     """
@@ -114,6 +115,7 @@ class Task:
     settings: Mapping[str, Any]
     pinned: Mapping[str, Any] = field(default_factory=dict[str, Any])
     delayed: bool = False
+    speculates: bool = False
     bf16: bool = False
 
     def config(self, choice: Choice, *, cache: int = 0) -> ZeroConfig:
@@ -150,6 +152,7 @@ def candidates(task: Task) -> Iterator[Choice]:
         "prefetch": _PREFETCH,
         "delayed": (False, True) if task.delayed else (False,),
         "split": (False, True) if task.bf16 else (False,),
+        "early": ("", "speculate") if task.speculates else ("",),
     }
     options |= {name: (value,) for name, value in task.pinned.items()}
     for values in itertools.product(*options.values()):
@@ -170,7 +173,9 @@ def _is_sensible(choice: Choice, task: Task) -> bool:
         return False
     if choice.fraction and (choice.optimizer != "host" or choice.gradients == "nvme"):
         return False
-    return not (choice.split and choice.delayed)
+    if choice.early and choice.optimizer != "host":
+        return False
+    return sum((choice.split, choice.delayed, bool(choice.early))) <= 1
 
 
 def estimate(choice: Choice, task: Task) -> dict[str, float]:
@@ -181,8 +186,12 @@ def estimate(choice: Choice, task: Task) -> dict[str, float]:
     weights = load.element * load.parameters
     found[choice.params] += weights / (ranks if choice.stage == 3 else 1)
     aliased = load.element == 4 and choice.optimizer == choice.params != "nvme"
-    kept = (4 * (load.states - aliased) - 2 * choice.split) * own
+    # Masters that may be ahead of the weights are no longer the same memory.
+    aliased = aliased and not (choice.delayed or choice.early)
+    kept = (4 * (1 - aliased) - 2 * choice.split + load.moments) * own
     found[choice.optimizer] += (1 - choice.fraction) * kept
+    if choice.early == "speculate" and "undo_bytes" not in task.settings:
+        found["host"] += (1 - choice.fraction) * kept
     found[choice.gradients] += (1 - choice.fraction) * load.gradient * own
     found["device"] += choice.fraction * (kept + load.gradient * own)
     found["device"] += _buffers(choice, task)
@@ -428,6 +437,7 @@ def dislike(choice: Choice) -> float:
         + 0.004 * (choice.loss_tiles > 1)
         + 0.01 * choice.delayed
         + 0.002 * choice.split
+        + 0.002 * bool(choice.early)
         + 0.001 * (choice.fraction > 0)
         + 0.001 * choice.stage
         + 0.001 * sum(TIERS.index(tier) for tier in tiers)

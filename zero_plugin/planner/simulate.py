@@ -6,10 +6,11 @@ come, only so many come ahead, and what is last has nothing to hide behind.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from zero_plugin.machine.hardware import Hardware
 from zero_plugin.planner.cost import (
+    BEGUN_EARLY,
     COLLECTIVE,
     COMPUTE,
     DEVICE_UPDATE,
@@ -24,6 +25,7 @@ from zero_plugin.planner.cost import (
     Choice,
     Load,
     Phase,
+    begun_early,
     phases,
     server,
 )
@@ -66,26 +68,56 @@ def simulate(
         hardware: rates.
         most_units: a step of more units is simulated as one of so many.
     """
-    forward, backward, update = phases(choice, load, hardware)
+    parts = phases(choice, load, hardware)
+    forward, backward, update = parts
     units = max(1, min(load.units, most_units))
     blocks = min(load.blocks_at(choice.stage), most_units)
     if not choice.delayed:
         lanes = _Lanes(shared=hardware.device_is_host)
-        return _update(
-            update, choice, lanes, blocks, _compute(forward, backward, choice, lanes, units)
-        )
+        _, after = begun_early(choice, parts)
+        names = [name for name in BEGUN_EARLY if choice.early and name in update.seconds]
+        early = {name: update.seconds[name] for name in names}
+        updated: list[float] = []
+        computed = _compute(forward, backward, choice, lanes, units, (early, updated))
+        # The blocks are shown in the order in which their updates began.
+        starts = [
+            max(computed, updated[number * units // blocks]) if updated else computed
+            for number in range(blocks)
+        ]
+        return _update(after, choice, lanes, starts)
     # The update of one step and the computation of the next share every resource but the ones that compute.
     lanes = _Lanes(shared=hardware.device_is_host)
-    _update(update, choice, lanes, blocks, 0.0)
-    _compute(forward, backward, choice, lanes, units)
+    _update(update, choice, lanes, [0.0] * blocks)
+    _compute(forward, backward, choice, lanes, units, ({}, []))
     return lanes.end
 
 
-def _compute(forward: Phase, backward: Phase, choice: Choice, lanes: _Lanes, units: int) -> float:
+_Early = tuple[Mapping[str, float], list[float]]
+"""What of the update begins inside the last backward; takes when each unit's has ended."""
+
+
+def _compute(
+    forward: Phase,
+    backward: Phase,
+    choice: Choice,
+    lanes: _Lanes,
+    units: int,
+    early: _Early,
+) -> float:
+    """All micro-batches; when they have ended, updates that began inside aside."""
     at = 0.0
-    for _ in range(forward.repeats):
-        at = _pass(forward.seconds, choice, lanes, units, at, coming=_arrivals(choice, out=True))
-        at = _pass(backward.seconds, choice, lanes, units, at, coming=_arrivals(choice, out=False))
+    for number in range(forward.repeats):
+        coming = _arrivals(choice, out=True)
+        at, _ = _pass(forward.seconds, choice, lanes, units, at, coming)
+        coming = _arrivals(choice, out=False)
+        at, left = _pass(backward.seconds, choice, lanes, units, at, coming)
+        if number == forward.repeats - 1 and early[0]:
+            end = lanes.end
+            for done in left:
+                for name, value in early[0].items():
+                    done = lanes.run(name, value / units, done)  # noqa: PLW2901 - one after the other
+                early[1].append(done)
+            return max(at, end)
     return max(at, lanes.end)
 
 
@@ -106,13 +138,17 @@ def _pass(
     lanes: _Lanes,
     units: int,
     start: float,
-    *,
     coming: tuple[str, ...],
-) -> float:
-    """One forward or backward: units come, at most `prefetch` ahead, are computed, and leave."""
+) -> tuple[float, list[float]]:
+    """One forward or backward: units come, at most `prefetch` ahead, are computed, and leave.
+
+    Returns:
+        When the last is computed, and when each has left.
+    """
     each = {name: value / units for name, value in seconds.items()}
     ahead = max(choice.prefetch, 0) if choice.stage == 3 else units
     ends: list[float] = []
+    left: list[float] = []
     for unit in range(units):
         before = unit - ahead - 1
         ready = start if before < 0 else ends[before]
@@ -125,15 +161,16 @@ def _pass(
         for name in (ON_DEVICE, COLLECTIVE, DOWN, NORM, WRITE):
             if name in each and name not in coming:
                 done = lanes.run(name, each[name], done)
-    return ends[-1]
+        left.append(done)
+    return ends[-1], left
 
 
-def _update(update: Phase, choice: Choice, lanes: _Lanes, blocks: int, start: float) -> float:
-    """Blocks are read, updated, written and published, one behind the other."""
-    each = {name: value / blocks for name, value in update.seconds.items()}
+def _update(update: Phase, choice: Choice, lanes: _Lanes, starts: Sequence[float]) -> float:
+    """Blocks are read, updated, written and published, one behind the other, none before its start."""
+    each = {name: value / len(starts) for name, value in update.seconds.items()}
     gradients_up = choice.optimizer == "device" and choice.gradients != "device"
     before = (READ, DOWN, *((UP,) if gradients_up else ()))
-    for _ in range(blocks):
+    for start in starts:
         at = start
         for name in before:
             if name in each:
