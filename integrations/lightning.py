@@ -8,9 +8,10 @@ holds the same names for the other spelling whatever is imported.
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from zero_plugin.integrations._lightning.checks import load_class
 
 if TYPE_CHECKING:
     from zero_plugin.integrations._lightning.fabric_lightning import FabricZeroOffloadStrategy
@@ -43,10 +44,10 @@ def __getattr__(name: str) -> Any:
     choices = _CHOICES[name]
     for framework, module in choices:
         if framework in sys.modules:
-            return getattr(import_module(module), name)
+            return load_class(module, name)
     for framework, module in choices:
         if find_spec(framework.partition(".")[0]) is not None:
-            return getattr(import_module(module), name)
+            return load_class(module, name)
     raise ImportError(
         f"{name} needs Lightning, and neither {choices[0][0]} nor {choices[1][0]} is installed: "
         "pip install 'zero-plugin[lightning]'"

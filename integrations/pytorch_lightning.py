@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from zero_plugin.integrations._lightning.checks import load_class
 
 if TYPE_CHECKING:
     from zero_plugin.integrations._lightning.fabric_lightning_fabric import (
@@ -25,4 +26,4 @@ def __getattr__(name: str) -> Any:
     """Import a strategy when it is asked for: the Trainer's does not need Fabric's."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    return load_class(_MODULES[name], name)

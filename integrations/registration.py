@@ -77,7 +77,8 @@ class StrategyFactory:
 
     def __call__(self, **settings: Any) -> Any:
         """Make the strategy; `settings` are `ZeroConfig` fields."""
-        return getattr(import_module(self.module), self.name)(**settings)
+        checks = import_module("zero_plugin.integrations._lightning.checks")
+        return checks.load_class(self.module, self.name)(**settings)
 
     def __repr__(self) -> str:
         return f"<{self.module}.{self.name}, not imported yet>"
@@ -90,13 +91,16 @@ def register_strategies(module: ModuleType) -> None:
 
     Args:
         module: one of the four modules that hold a registry, or of the two that hold a loader.
+
+    Raises:
+        FrameworkError: this release of Lightning has neither under the name that we know.
     """
     if module.__name__ in _LOADERS:
         loaders: Any = module
-        loaders.pl_load = load_folders_too(loaders.pl_load)
+        loaders.pl_load = load_folders_too(_hooked(module, "pl_load"))
         return
     attribute, strategy_module, strategy_name = _REGISTRIES[module.__name__]
-    registry = getattr(module, attribute)
+    registry = _hooked(module, attribute)
     for name, fields in STRATEGIES.items():
         if name not in registry:
             registry.register(
@@ -114,6 +118,13 @@ def register_strategies(module: ModuleType) -> None:
                 registry[name]["strategy"],
                 module.__name__,
             )
+
+
+def _hooked(module: ModuleType, name: str) -> Any:
+    found = getattr(module, name, None)
+    if found is None:
+        import_module("zero_plugin.integrations._lightning.checks").refuse(module.__name__, name)
+    return found
 
 
 def load_folders_too(load: Callable[..., Any]) -> Callable[..., Any]:

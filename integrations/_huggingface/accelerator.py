@@ -19,6 +19,7 @@ from zero_plugin.errors import ConfigError, EngineStateError
 from zero_plugin.integrations._huggingface import shards
 from zero_plugin.integrations._huggingface.checks import (
     check_alone,
+    check_attributes,
     check_ddp,
     check_scaler,
     check_supported,
@@ -346,6 +347,7 @@ def make(
     check_supported(type(accelerator))
     check_alone(kwargs)
     plain(accelerator, *args, **kwargs)
+    check_attributes(accelerator)
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind not in _PLAIN_TYPES:
         raise ConfigError(

@@ -10,6 +10,7 @@ import accelerate
 
 from zero_plugin.errors import ConfigError, FrameworkError
 from zero_plugin.integrations._huggingface.selection import SWITCH
+from zero_plugin.versions import cure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,6 +32,20 @@ _METHODS: Mapping[str, tuple[str, ...]] = {
     "free_memory": (),
     "end_training": (),
 }
+# What an instance has that we read or change.
+_ATTRIBUTES = (
+    "_models",
+    "_optimizers",
+    "_save_model_state_pre_hook",
+    "ddp_handler",
+    "distributed_type",
+    "fp8_enabled",
+    "is_main_process",
+    "num_processes",
+    "project_configuration",
+    "scaler",
+    "state",
+)
 
 _RIVALS = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
@@ -61,8 +76,21 @@ def check_supported(stock: type[Any]) -> None:
         if method is None or missing:
             raise FrameworkError(
                 f"accelerate {accelerate.__version__} has no {stock.__name__}.{name}"
-                f"({', '.join(missing) if missing else ''}) as zero-plugin overrides it: install "
-                "accelerate>=1.15 in the range that pip install 'zero-plugin[accelerate]' takes, or a newer zero-plugin"
+                f"({', '.join(missing) if missing else ''}) as zero-plugin overrides it: {cure('accelerate')}"
+            )
+
+
+def check_attributes(accelerator: Any) -> None:
+    """Refuse a release of Accelerate whose instances lack what we read or change.
+
+    Raises:
+        FrameworkError: one is missing.
+    """
+    for name in _ATTRIBUTES:
+        if not hasattr(accelerator, name):
+            raise FrameworkError(
+                f"accelerate {accelerate.__version__} has no {type(accelerator).__name__}.{name}, which zero-plugin uses: "
+                f"{cure('accelerate')}"
             )
 
 

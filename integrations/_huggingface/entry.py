@@ -17,6 +17,7 @@ from zero_plugin.integrations._huggingface.config_hooks import (
     enter_launch,
     enter_questions,
 )
+from zero_plugin.integrations._huggingface.hooked import check_hooked
 from zero_plugin.integrations._huggingface.selection import is_selected
 
 if TYPE_CHECKING:
@@ -27,7 +28,12 @@ STATE = "zero_plugin"
 
 
 def enter(module: ModuleType) -> None:
-    """Enter one of the modules that the registration knows."""
+    """Enter one of the modules that the registration knows.
+
+    Raises:
+        FrameworkError: its release lacks what is entered.
+    """
+    check_hooked(module)
     _ENTRANCES[module.__name__](module)
 
 
@@ -35,7 +41,7 @@ def enter_accelerate() -> None:
     """Enter Accelerate, where the automatic registration has not; imports it.
 
     Raises:
-        ImportError: Accelerate is not installed.
+        ImportError: Accelerate is not installed, or its release is not one that can be entered.
     """
     try:
         module = import_module("accelerate.accelerator")
@@ -45,7 +51,7 @@ def enter_accelerate() -> None:
         raise ImportError(
             "zero_plugin.integrations.accelerate needs Accelerate: pip install 'zero-plugin[accelerate]'"
         ) from error
-    enter_accelerator(module)
+    enter(module)
 
 
 def enter_accelerator(module: ModuleType) -> None:

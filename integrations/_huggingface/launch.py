@@ -6,12 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from zero_plugin.errors import ConfigError
-from zero_plugin.integrations._huggingface.config_hooks import (
-    enter_config_file,
-    enter_default,
-    enter_launch,
-    enter_questions,
-)
+from zero_plugin.integrations._huggingface.entry import enter
 
 if TYPE_CHECKING:
     import argparse
@@ -41,17 +36,18 @@ def enter_commands() -> Any:
 
     Raises:
         ConfigError: Accelerate is not installed.
+        FrameworkError: its release lacks what is entered.
     """
     try:
-        enter_config_file(import_module("accelerate.commands.config.config_args"))
+        enter(import_module("accelerate.commands.config.config_args"))
     except ModuleNotFoundError as error:
         raise ConfigError(
             "this command needs Accelerate: pip install 'zero-plugin[accelerate]'"
         ) from error
-    enter_default(import_module("accelerate.commands.config.default"))
-    enter_questions(import_module("accelerate.commands.config.config"))
+    enter(import_module("accelerate.commands.config.default"))
+    enter(import_module("accelerate.commands.config.config"))
     launch = import_module("accelerate.commands.launch")
-    enter_launch(launch)
+    enter(launch)
     return launch
 
 

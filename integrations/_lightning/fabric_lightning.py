@@ -10,9 +10,12 @@ from lightning.fabric.plugins.precision.precision import Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 
+from zero_plugin.integrations._lightning.checks import FABRIC, check_supported
 from zero_plugin.integrations._lightning.common import LOW_PRECISION, PrecisionPlugins
 from zero_plugin.integrations._lightning.fabric import FabricStrategy, Spelling, SyncControl
 from zero_plugin.integrations._lightning.precision import FabricPrecision
+
+check_supported(DDPStrategy, FABRIC)
 
 
 class ZeroPrecision(FabricPrecision, Precision):

@@ -13,9 +13,12 @@ from lightning_fabric.plugins.precision.precision import Precision
 from lightning_fabric.strategies.ddp import DDPStrategy
 from lightning_fabric.strategies.strategy import _BackwardSyncControl
 
+from zero_plugin.integrations._lightning.checks import FABRIC, check_supported
 from zero_plugin.integrations._lightning.common import LOW_PRECISION, PrecisionPlugins
 from zero_plugin.integrations._lightning.fabric import FabricStrategy, Spelling, SyncControl
 from zero_plugin.integrations._lightning.precision import FabricPrecision
+
+check_supported(DDPStrategy, FABRIC)
 
 
 class ZeroPrecision(FabricPrecision, Precision):

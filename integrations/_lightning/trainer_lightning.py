@@ -11,10 +11,13 @@ from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 
+from zero_plugin.integrations._lightning.checks import TRAINER, check_supported
 from zero_plugin.integrations._lightning.common import PrecisionPlugins
 from zero_plugin.integrations._lightning.precision import TrainerPrecision
 from zero_plugin.integrations._lightning.trainer import Spelling, TrainerStrategy
 from zero_plugin.integrations.registration import load_folders_too
+
+check_supported(DDPStrategy, TRAINER)
 
 # For `load_from_checkpoint`, which asks no strategy.
 saving.pl_load = load_folders_too(saving.pl_load)

@@ -67,6 +67,7 @@ def test_a_run_that_did_not_ask_is_the_stock_run() -> None:
         "zero_plugin.integrations._huggingface",
         "zero_plugin.integrations._huggingface.config_hooks",
         "zero_plugin.integrations._huggingface.entry",
+        "zero_plugin.integrations._huggingface.hooked",
         "zero_plugin.integrations._huggingface.selection",
     ]
     assert off.pop("ours") == []

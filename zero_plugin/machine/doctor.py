@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import json
 import platform
-import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING
 
 from zero_plugin.errors import ZeroError
+from zero_plugin.versions import RANGES, Range, release
 
 if TYPE_CHECKING:
     import argparse
-
-DISTRIBUTION = "zero-plugin"
-FRAMEWORKS = ("torch", "numpy", "lightning", "accelerate")
-"""The packages whose versions decide whether we work; all but the first two are optional."""
-
-TESTED = {"torch": "2.13", "lightning": "2.6", "accelerate": "1.15"}
-"""The newest versions the tests have run on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +50,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     """Print the findings; returns 0 if nothing is wrong."""
     findings = [
         python(),
-        *versions(metadata.requires(DISTRIBUTION) or [], installed),
+        *versions(installed),
         kernels(),
         *system(),
         *(disk(path) for path in arguments.nvme),
@@ -118,40 +111,24 @@ def installed(name: str) -> str | None:
         return None
 
 
-def versions(requirements: Iterable[str], version_of: Callable[[str], str | None]) -> list[Finding]:
-    """Compare the frameworks' versions with the lowest ones the package's own metadata admits.
+def versions(version_of: Callable[[str], str | None]) -> list[Finding]:
+    """Compare the frameworks' versions with `zero_plugin.versions.RANGES`.
 
     Args:
-        requirements: The package's requirements, as its metadata lists them.
         version_of: Gives a distribution's version, or None where it is not installed.
     """
-    return [_version(name, _lowest(name, requirements), version_of(name)) for name in FRAMEWORKS]
+    return [_version(name, known, version_of(name)) for name, known in RANGES.items()]
 
 
-def _version(name: str, lowest: str, present: str | None) -> Finding:
+def _version(name: str, known: Range, present: str | None) -> Finding:
     if present is None:
         return Finding(subject=name, value="not installed")
-    value = f"{present} (needs {lowest} or newer)"
-    if _release(present) >= _release(lowest):
-        newest = TESTED.get(name)
-        newer = newest is not None and _release(present)[:2] > _release(newest)
-        note = f"newer than {newest}, the last version the tests have run on" if newer else ""
-        return Finding(subject=name, value=value, note=note)
-    return Finding(subject=name, value=value, problem=f"install {name}>={lowest}")
-
-
-def _lowest(name: str, requirements: Iterable[str]) -> str:
-    for requirement in requirements:
-        found = re.match(rf"{re.escape(name)}\s*>=\s*([0-9.]+)", requirement)
-        if found:
-            return found.group(1)
-    return "0"
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: "2.13.0+cpu" -> (2, 13, 0)."""
-    numbers = re.match(r"[0-9]+(?:\.[0-9]+)*", version)
-    return tuple(int(part) for part in numbers.group().split(".")) if numbers else ()
+    value = f"{present} (needs {known.oldest} or newer)"
+    if release(present) < release(known.oldest):
+        return Finding(subject=name, value=value, problem=f"install {name}>={known.oldest}")
+    newer = release(present)[:2] > release(known.newest)[:2]
+    note = f"newer than {known.newest}, the last version the tests have run on" if newer else ""
+    return Finding(subject=name, value=value, note=note)
 
 
 def kernels() -> Finding:
