@@ -14,9 +14,11 @@ import transformers
 from zero_plugin.errors import ConfigError, FrameworkError
 from zero_plugin.integrations._huggingface import shards
 from zero_plugin.integrations._huggingface.accelerator import ZeroAccelerator, class_over, original
+from zero_plugin.integrations._huggingface.callbacks import adapt
 from zero_plugin.integrations._huggingface.optimizers import choose
 from zero_plugin.integrations._lightning.common import is_built_in_shards
 from zero_plugin.integrations._lightning.precision import from_grad_scaler, to_grad_scaler
+from zero_plugin.versions import cure
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -33,6 +35,8 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # What we override or call: method -> parameters that have to be there.
 _METHODS: dict[str, tuple[str, ...]] = {
     "create_accelerator_and_postprocess": (),
+    "train": ("resume_from_checkpoint",),
+    "add_callback": ("callback",),
     "create_optimizer": (),
     "evaluation_loop": (),
     "save_model": ("output_dir", "_internal_call"),
@@ -52,6 +56,7 @@ class ZeroTrainer(Base):
     """Mixin over the Trainer's class, or a subclass of it, put on an instance once its Accelerator is made."""
 
     accelerator: Any
+    callback_handler: Any
     model: Any
     lr_scheduler: Any
     optimizer: Any
@@ -64,6 +69,12 @@ class ZeroTrainer(Base):
         if engine is not None and engine.config.delayed_update:
             engine.drain()
         return result
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback; one that is known to read or write whole weights gathers them."""
+        super().add_callback(callback)
+        for item in self.callback_handler.callbacks:
+            adapt(item)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make the optimizer that `optim=` names; names whose package keeps states of its own get ours, or are refused."""
@@ -264,8 +275,7 @@ def adopt(trainer: Any) -> None:
         if method is None or missing:
             raise FrameworkError(
                 f"transformers {transformers.__version__} has no Trainer.{name}({', '.join(missing)}) as zero-plugin "
-                "overrides it: install transformers>=5.0 in the range that pip install 'zero-plugin[accelerate]' takes, "
-                "or a newer zero-plugin"
+                f"overrides it: {cure('transformers')}"
             )
     if trainer.args.n_gpu > 1:
         logging.getLogger("zero_plugin").warning(
