@@ -29,7 +29,9 @@ def test_peak_bytes_of_each_tier(size: int, tmp_path: Path) -> None:
         for tier in TIERS:
             # The plan is of the first rank, whose slices are the largest.
             found = first[tier]
-            if abs(predicted[tier] - found) > 0.05 * found:
+            # What small moments and undoing take is known to the byte.
+            allowed = 0.0 if "moments" in name or "undone" in name else 0.05
+            if abs(predicted[tier] - found) > allowed * found:
                 wrong.append(
                     f"{name}, {model}, x{accumulate}, {tier}: {predicted[tier]} for {found}"
                 )
