@@ -245,7 +245,7 @@ class ZeroEngine(SavesCheckpoints, UpdatesLate, RunsLayerFirst):
         numbers = self._numbers(optimizer)
         with untraced(), torch.inference_mode(mode=False), torch.no_grad():
             self._manage(self._roster.newcomers())
-            summaries = [self._agreement.summarise(number).norm for number in numbers]
+            summaries = [self._agreement.norm(number) for number in numbers]
         norm = self._clipper.by_norm(
             numbers,
             summaries,
@@ -515,14 +515,14 @@ class ZeroEngine(SavesCheckpoints, UpdatesLate, RunsLayerFirst):
             if self._sharded is not None:
                 self._sharded.gatherer.release_all()
             self._reducer.check_cleared(number)
-            summary = self._agreement.summarise(number)
+            summary = self._agreement.for_step(number)
             clip = self._clipper.take(number)
             self._learn_order()
             self._scaler.applied = False
             if not summary.present:
                 return
             self._reducer.spent.add(number)
-            if self._nonfinite.passes(summary.norm.nonfinite):
+            if self._nonfinite.passes(summary.norm.nonfinite if summary.norm else 0):
                 scaled = Clip(factor=clip.factor / self._scaler.scale, value=clip.value)
                 self._stepper.step(number, summary.present.__contains__, scaled)
             else:

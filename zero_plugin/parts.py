@@ -238,7 +238,12 @@ def assemble(
         buckets=buckets,
         reducer=reducer,
         agreement=GradientAgreement(
-            control, reducer, gradients, roster.of, sharded=config.shards_optimizer
+            control,
+            reducer,
+            gradients,
+            roster.of,
+            sharded=config.shards_optimizer,
+            looks=config.nonfinite != "propagate",
         ),
         replicas=Replicas(model, control, config),
         hooks=hooks,

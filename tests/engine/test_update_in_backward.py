@@ -220,3 +220,69 @@ def test_closing_before_the_step_shows_what_was_updated() -> None:
 def test_what_does_not_go_together_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(**{**IN_BACKWARD, **settings})
+
+
+@pytest.mark.parametrize("settings", [{}, {"stage": 3, "params": "host"}], ids=str)
+def test_norms_are_computed_for_whoever_asks(settings: dict[str, Any], tmp_path: Any) -> None:
+    """A step that propagates looks at no norm: none is computed in backward, where updates run, until one was asked for."""
+    trace = {"trace": tmp_path / "t.json"}
+    plain = Run(update_in_backward=False, nonfinite="skip", overlap=False)
+    with Run(**settings, **trace) as one, plain:
+
+        def norms(step: int) -> tuple[int, int, float | None]:
+            """Passes over gradients in backward and until the step's end, and the norm where this step asks for it."""
+            found = one.engine._resources.trace
+            assert found is not None
+            found.clear()
+
+            def passes() -> int:
+                one.engine.wait_for_update()
+                labels = [event.label for event in found.events() if event.phase == "issued"]
+                return labels.count("norm_partials")
+
+            for each in (one, plain):
+                each.backward(step)
+            inside = passes()
+            value = None
+            if 2 <= step <= 3:
+                value = one.engine.clip_grad_norm_(float("inf"))
+                assert torch.equal(value, plain.engine.clip_grad_norm_(float("inf")))
+            for each in (one, plain):
+                each.step()
+            return inside, passes(), value
+
+        blocks = len(one.engine._roster.blocks)
+        found = [norms(step)[:2] for step in range(6)]
+        assert found == [
+            (blocks, blocks),
+            (0, 0),
+            (0, blocks),
+            (blocks, blocks),
+            (blocks, blocks),
+            (0, 0),
+        ]
+        with one.engine.full_params():
+            assert_same_bits(one.everything(), plain.everything())
+
+
+def norms_on(rank: int, size: int) -> Any:
+    left = []
+    for settings in ({"nonfinite": "propagate"}, {"nonfinite": "skip"}):
+        run = Run(update_in_backward=False, **settings)
+        with run:
+            for step in range(4):
+                run.backward(step + 10 * rank)
+                with run.engine.full_grads():
+                    left.append([p.grad.clone() for p in run.model.parameters()])
+                if step == 2:
+                    left.append(run.engine.clip_grad_norm_(0.1))
+                run.step()
+            left.append(run.everything())
+    half = len(left) // 2
+    assert_same_bits(left[:half], left[half:])
+    return True
+
+
+@pytest.mark.dist
+def test_ranks_agree_on_norms_that_only_some_steps_ask_for() -> None:
+    assert ranks(2, norms_on, deadline=100.0) == [True, True]

@@ -103,6 +103,7 @@ class GradientShards:
         self._widest = 2
         self._staging: dict[Tier, SlabPool] = {}
         self._fetches = backend.lane("fetch", "device")
+        self._unasked: set[int] = set()
 
     def tier_of(self, block: Block) -> Tier:
         """Where a block's chunk lies."""
@@ -182,8 +183,18 @@ class GradientShards:
                 after=(written, *tickets_of(shard.ready)),
             )
             arrival.lease.release(after=shard.ready)
-        if last:
+        if self._norm_is_due(block, last=last):
             self._start_norm(block, shard)
+
+    def expect_norm(self, optimizer: int, *, wanted: bool) -> None:
+        """Whether norms of an optimizer's gradients are computed as they arrive, or when somebody asks.
+
+        With updates in backward, or a processor that has other work there, a pass over gradients is not free.
+        """
+        (self._unasked.discard if wanted else self._unasked.add)(optimizer)
+
+    def _norm_is_due(self, block: Block, *, last: bool) -> bool:
+        return last and block.optimizer not in self._unasked
 
     def chunk(self, block: Block) -> tuple[Tensor, tuple[Ticket[Any], ...]]:
         """A block's summed gradient and what to wait for before it is read."""

@@ -139,7 +139,7 @@ class SwappedGradients(GradientShards):
         files.dtype = source.dtype
         shard.norm = None
         held: list[Ticket[Any]] = []
-        if last:
+        if self._norm_is_due(block, last=last):
             shard.norm = self._lane(block).submit(NormPartials(sources=(source,)), after=(ready,))
             held.append(shard.norm)
         shard.ready = self._write(block, source, (ready, *tickets_of(shard.ready)))
