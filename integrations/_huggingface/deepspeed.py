@@ -9,77 +9,21 @@ from typing import Any
 
 from zero_plugin.config import ZeroConfig
 from zero_plugin.errors import ConfigError
+from zero_plugin.integrations._huggingface.deepspeed_keys import (
+    NO_EQUAL,
+    NO_EQUAL_PRECISION,
+    NO_EQUAL_ZERO,
+    NOT_NEEDED,
+    NOT_NEEDED_DATA_TYPES,
+    NOT_NEEDED_OFFLOAD,
+    NOT_NEEDED_PRECISION,
+    NOT_NEEDED_ZERO,
+)
+
+_OFF: tuple[Any, ...] = (None, False, 0, 1, -1, {}, "mean")
+"""The defaults of features that we do not have, which leave them out; True is none of them, though it equals 1."""
 
 _TIERS = {"none": "device", "cpu": "host", "nvme": "nvme"}
-
-# Keys that say nothing about the engine's arithmetic or memory here: why each is not needed.
-_NOT_NEEDED: Mapping[str, str] = {
-    "train_batch_size": "the script's data loader decides",
-    "train_micro_batch_size_per_gpu": "the script's data loader decides",
-    "gradient_accumulation_steps": "set it in Accelerate or TrainingArguments",
-    "gradient_clipping": "call accelerator.clip_grad_norm_, or set TrainingArguments(max_grad_norm=...)",
-    "steps_per_print": "logging is the script's",
-    "wall_clock_breakdown": "use the trace setting",
-    "dump_state": "print accelerator.zero_plugin",
-    "optimizer": "build a torch optimizer in the script; Adam, AdamW, Adagrad, Lion and SGD run compiled",
-    "scheduler": "build a scheduler in the script",
-    "zero_allow_untested_optimizer": "every element-wise torch optimizer is allowed",
-    "zero_force_ds_cpu_optimizer": "the optimizer given is the one that runs",
-    "activation_checkpointing": "use torch.utils.checkpoint or gradient_checkpointing=True; activations= places them",
-    "flops_profiler": "use the trace setting",
-    "tensorboard": "logging is the script's",
-    "wandb": "logging is the script's",
-    "csv_monitor": "logging is the script's",
-    "comms_logger": "engine.ledger() counts bytes by collective",
-    "prescale_gradients": "gradients are summed in fp32, then divided",
-    "gradient_predivide_factor": "gradients are summed in fp32, then divided",
-    "checkpoint": "checkpoints hold full tensors by name and load on any number of processes",
-    "seed": "seeding is the script's",
-}
-
-_NOT_NEEDED_ZERO: Mapping[str, str] = {
-    "contiguous_gradients": "gradients are always in contiguous buckets",
-    "reduce_scatter": "gradients are always reduce-scattered",
-    "use_multi_rank_bucket_allreduce": "gradients are always reduce-scattered",
-    "allgather_partitions": "weights are always all-gathered",
-    "allgather_bucket_size": "weights are gathered unit by unit, or block by block after a step",
-    "round_robin_gradients": "every parameter is cut over all ranks",
-    "sub_group_size": "the update runs in blocks of bucket_bytes",
-    "load_from_fp32_weights": "checkpoints hold the fp32 weights",
-    "elastic_checkpoint": "checkpoints load on any number of processes",
-    "ignore_unused_parameters": "a parameter without a gradient keeps its weight and moments, as in torch",
-    "stage3_max_live_parameters": "prefetch_units and prefetch_bytes bound what is gathered",
-    "stage3_max_reuse_distance": "a unit is released after its use",
-    "stage3_model_persistence_threshold": "persist_below decides alone",
-    "stage3_gather_16bit_weights_on_model_save": "saving always gathers, one unit at a time",
-    "stage3_gather_fp16_weights_on_model_save": "saving always gathers, one unit at a time",
-    "stage3_module_granularity_threshold": "units are transformer blocks",
-    "leaf_module": "units are transformer blocks, gathered whole",
-    "stage3_use_all_reduce_for_fetch_params": "weights are all-gathered",
-    "stage3_allgather_sequential": "weights are gathered unit by unit",
-    "pipeline_loading_checkpoint": "loading needs one unit at a time",
-    "memory_efficient_linear": "torch's own functions are left alone",
-    "override_module_apply": "torch's own methods are left alone",
-    "legacy_stage1": "there is one stage 1",
-    "compute_grad_norm": "the norm costs no pass of its own",
-    "parameter_alignment": "parameters are always aligned",
-    "cpu_offload_use_pin_memory": "host memory is pinned where it fits, under pinned_limit",
-    "log_trace_cache_warnings": "a debugging switch of DeepSpeed's",
-    "enable_sanity_checks": "the checks are always on",
-    "save_muon_momentum_buffer_in_memory": "Muon is not an element-wise optimizer",
-}
-
-# Features that we do not have: their numbers or memory would differ, so a config that turns one on is not translated
-# in silence.
-_NO_EQUAL_ZERO: Mapping[str, str] = {
-    "zero_hpz_partition_size": "a second copy of the shards in each node",
-    "zero_quantized_weights": "quantized weight gathers",
-    "zero_quantized_nontrainable_weights": "quantized gathers of frozen weights",
-    "zero_quantized_gradients": "quantized gradient reductions (reduce_dtype='bf16' halves the bytes)",
-    "mics_shard_size": "sharding within groups of ranks",
-    "mics_hierarchical_params_gather": "sharding within groups of ranks",
-    "zenflow": "ZenFlow's selective asynchronous updates",
-}
 
 
 @dataclass
@@ -123,8 +67,10 @@ def translate(values: Mapping[str, Any]) -> Translation:
     for key, value in values.items():
         if key == "zero_optimization":
             _zero(value, found)
-        elif key in ("fp16", "bf16"):
-            _precision(key, value, found)
+        elif key in ("fp16", "bf16", "bfloat16"):
+            _precision("fp16" if key == "fp16" else "bf16", value, found)
+        elif key == "torch_autocast":
+            _autocast(value, found)
         elif key == "communication_data_type":
             if not _is_auto(value):
                 found.settings["reduce_dtype"] = _dtype(key, value)
@@ -132,10 +78,10 @@ def translate(values: Mapping[str, Any]) -> Translation:
             _data_types(value, found)
         elif key == "aio":
             _note(found, key, "files are read and written by nvme_engine='auto'", value)
-        elif key in _NOT_NEEDED:
-            _note(found, key, _NOT_NEEDED[key], value)
+        elif key in NOT_NEEDED:
+            _note(found, key, NOT_NEEDED[key], value)
         else:
-            found.notes.append(f"{key}: no equal in zero-plugin (value {value!r}), left out")
+            _without_equal(found, key, NO_EQUAL.get(key), value)
     ZeroConfig.from_dict(found.settings)
     return found
 
@@ -153,15 +99,10 @@ def _zero(values: Any, found: Translation) -> None:
         if key in _ZERO_KEYS:
             if not _is_auto(value):
                 _ZERO_KEYS[key](name, value, found)
-        elif key in _NOT_NEEDED_ZERO:
-            _note(found, name, _NOT_NEEDED_ZERO[key], value)
-        elif key in _NO_EQUAL_ZERO:
-            if value not in (None, False, 0, 1, -1):
-                found.notes.append(
-                    f"{name}: no equal in zero-plugin ({_NO_EQUAL_ZERO[key]}), left out"
-                )
+        elif key in NOT_NEEDED_ZERO:
+            _note(found, name, NOT_NEEDED_ZERO[key], value)
         else:
-            found.notes.append(f"{name}: no equal in zero-plugin (value {value!r}), left out")
+            _without_equal(found, name, NO_EQUAL_ZERO.get(key), value)
     _check_offload(stage, found)
 
 
@@ -199,26 +140,15 @@ def _place(name: str, values: Any, found: Translation) -> str:
 
 
 def _offload_rest(name: str, values: Any, found: Translation) -> None:
-    reasons = {
-        "pin_memory": "host memory is pinned where it fits, under pinned_limit",
-        "buffer_count": "nvme_buffer_bytes sets the buffers",
-        "buffer_size": "nvme_buffer_bytes sets the buffers",
-        "max_in_cpu": "nvme_cache_bytes keeps states in host memory",
-        "pipeline_read": "reads always run ahead",
-        "pipeline_write": "writes always run behind",
-        "fast_init": "states are made in their place",
-        "super_offload": "the update is compiled and overlapped already",
-        "cpuadam_cores_perc": "threads sets the cores",
-    }
     for key, value in (values or {}).items():
         if key in ("device", "nvme_path"):
             continue
         if key == "ratio":
             _ratio(f"{name}.ratio", value, found)
-        elif key in reasons:
-            _note(found, f"{name}.{key}", reasons[key], value)
+        elif key in NOT_NEEDED_OFFLOAD:
+            _note(found, f"{name}.{key}", NOT_NEEDED_OFFLOAD[key], value)
         else:
-            found.notes.append(f"{name}.{key}: no equal in zero-plugin (value {value!r}), left out")
+            _without_equal(found, f"{name}.{key}", None, value)
 
 
 def _ratio(name: str, value: Any, found: Translation) -> None:
@@ -269,6 +199,7 @@ _ZERO_KEYS = {
     "offload_optimizer": _offload_optimizer,
     "offload_param": _offload_param,
     "cpu_offload": _cpu_offload,
+    "cpu_offload_param": _cpu_offload_params,
     "cpu_offload_params": _cpu_offload_params,
     "reduce_bucket_size": _bucket,
     "overlap_comm": _overlap,
@@ -291,16 +222,41 @@ def _precision(key: str, values: Any, found: Translation) -> None:
     if key == "fp16" and scale and not _is_auto(scale):
         found.settings["loss_scale"] = float(scale)
     for name, value in values.items() if isinstance(values, Mapping) else ():
-        if name not in ("enabled", "loss_scale"):
-            _note(found, f"{key}.{name}", "the loss scale follows torch's GradScaler", value)
+        if name == "bf16_optimizer_states":
+            if value:
+                found.settings["moment_dtype"] = "bf16"
+                found.notes.append(f"{key}.{name}: became moment_dtype, rounded stochastically")
+        elif name in NOT_NEEDED_PRECISION:
+            _note(found, f"{key}.{name}", NOT_NEEDED_PRECISION[name], value)
+        elif name not in ("enabled", "loss_scale"):
+            _without_equal(found, f"{key}.{name}", NO_EQUAL_PRECISION.get(name), value)
+
+
+def _autocast(values: Any, found: Translation) -> None:
+    if not isinstance(values, Mapping) or not values.get("enabled"):
+        return
+    names = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16"}
+    dtype = str(values.get("dtype", "bfloat16")).removeprefix("torch.")
+    if dtype not in names:
+        raise ConfigError(
+            f"torch_autocast.dtype is {dtype!r}: it must be one of {', '.join(names)}"
+        )
+    found.mixed_precision = names[dtype]
+    if "lower_precision_safe_modules" in values:
+        _note(
+            found,
+            "torch_autocast.lower_precision_safe_modules",
+            "torch.autocast chooses by operation",
+            values["lower_precision_safe_modules"],
+        )
 
 
 def _data_types(values: Any, found: Translation) -> None:
     for key, value in (values or {}).items():
-        if key == "grad_accum_dtype":
-            _note(found, f"data_types.{key}", "gradients are always accumulated in fp32", value)
+        if key in NOT_NEEDED_DATA_TYPES:
+            _note(found, f"data_types.{key}", NOT_NEEDED_DATA_TYPES[key], value)
         else:
-            found.notes.append(f"data_types.{key}: no equal in zero-plugin, left out")
+            _without_equal(found, f"data_types.{key}", None, value)
 
 
 def _dtype(key: str, value: Any) -> str:
@@ -313,6 +269,18 @@ def _dtype(key: str, value: Any) -> str:
 def _note(found: Translation, key: str, reason: str, value: Any) -> None:
     shown = json.dumps(value)
     found.notes.append(f"{key}: not needed ({reason}); was {shown[:60]}")
+
+
+def _without_equal(found: Translation, key: str, feature: str | None, value: Any) -> None:
+    """Say so of a feature that is turned on, and of a key that is not one of DeepSpeed's that we know."""
+    if feature is None:
+        found.notes.append(
+            f"{key}: no equal in zero-plugin (not a key that is known here; value {value!r}), left out"
+        )
+    elif value is True or not (
+        value in _OFF or (isinstance(value, Mapping) and value.get("enabled") is False)
+    ):
+        found.notes.append(f"{key}: no equal in zero-plugin ({feature}), left out")
 
 
 def _is_auto(value: Any) -> bool:
