@@ -47,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a folder of the nvme tier; again for more",
     )
     parser.add_argument("--seconds", type=float, default=1.0, help="for each part, roughly")
+    parser.add_argument(
+        "--cache", metavar="PATH", help="folder to keep the result in; without: the user's cache"
+    )
     parser.add_argument("--fresh", action="store_true", help="measure even if a result is kept")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
 
@@ -57,13 +60,15 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     from zero_plugin.machine.bench import measure, measure_collectives
     from zero_plugin.machine.cache import load_measurement, save_measurement
 
+    for path in arguments.nvme:
+        # An empty one (a variable that is not set) would be the working folder.
+        if not path or not Path(path).is_dir():
+            raise ConfigError(f"--nvme {path!r} is not a folder: name one on a fast local disk")
     paths = [Path(path) for path in arguments.nvme]
-    for path in paths:
-        if not path.is_dir():
-            raise ConfigError(f"--nvme {path} is not a folder: name one on a fast local disk")
     if not 0 < arguments.seconds <= 10:
         raise ConfigError(f"--seconds {arguments.seconds:g} must be above 0 and at most 10")
-    kept = None if arguments.fresh else load_measurement()
+    folder = _folder(arguments.cache)
+    kept = None if arguments.fresh else load_measurement(folder)
     with _ranks() as group:
         first = group is None or group.rank == 0
         wants = _any_lacks(group, kept, "reduce") and group is not None
@@ -80,7 +85,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     if not first:
         return 0
     if found:
-        file = save_measurement(found)
+        file = save_measurement(found, folder)
         if not arguments.json:
             say(f"kept in {file}")
     _report({**(kept or {}), **found}, say, as_json=arguments.json)
@@ -98,10 +103,27 @@ def _any_lacks(group: ProcessGroup | None, kept: Mapping[str, Any] | None, key: 
     return any(int(row[0]) for row in group.exchange(mine, label="what is kept"))
 
 
+def _folder(cache: str | None) -> Path | None:
+    """Where results are kept if not in the user's cache."""
+    if cache is not None and Path(cache).exists() and not Path(cache).is_dir():
+        raise ConfigError(f"--cache {cache} is not a folder: name one, or a path to make one at")
+    return None if cache is None else Path(cache)
+
+
+def _number(name: str, default: str) -> int:
+    value = os.environ.get(name, default)
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(
+            f"the environment has {name}={value!r}, which is no number: start ranks with torchrun, or unset it"
+        ) from None
+
+
 @contextmanager
 def _ranks() -> Generator[ProcessGroup | None]:
     """The ranks that torchrun started, or None."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    if _number("WORLD_SIZE", "1") < 2:
         yield None
         return
     import torch
@@ -113,7 +135,7 @@ def _ranks() -> Generator[ProcessGroup | None]:
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if device.type != "cpu":
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.accelerator.set_device_index(_number("LOCAL_RANK", "0"))
     group = ProcessGroup.create(device=device, ledger=Ledger(), timeout_seconds=300.0)
     try:
         yield group

@@ -11,17 +11,23 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from zero_plugin.errors import ConfigError
 
 EXPIRY = timedelta(days=30)
 _VERSION = 2
 
 
 def cache_folder() -> Path:
-    """Where measurements are kept."""
-    home = Path.home()
-    base = home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache"
+    """Where measurements are kept: in the user's cache folder, `XDG_CACHE_HOME` if that is set."""
+    # By name: only integrations read the environment.
+    base: Path | None = import_module("zero_plugin.integrations.caches").cache_home()
+    if base is None:
+        home = Path.home()
+        base = home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache"
     return base / "zero_plugin"
 
 
@@ -45,8 +51,21 @@ def _processor() -> str:
 
 
 def save_measurement(values: Mapping[str, Any], folder: Path | None = None) -> Path:
-    """Keep what was measured; figures of other disks that are there already stay."""
+    """Keep what was measured; figures of other disks that are there already stay.
+
+    Raises:
+        ConfigError: the folder cannot be made or written to.
+    """
     folder = folder or cache_folder()
+    try:
+        return _save(values, folder)
+    except OSError as error:
+        raise ConfigError(
+            f"what was measured cannot be kept in {folder} ({error}): name another folder with --cache"
+        ) from error
+
+
+def _save(values: Mapping[str, Any], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     before = load_measurement(folder) or {}
     disks = {**before.get("disks", {}), **values.get("disks", {})}

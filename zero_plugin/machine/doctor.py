@@ -88,6 +88,8 @@ def disk(path: str) -> Finding:
     """A folder of the `nvme` tier: direct I/O, free space, and whether it is a disk at all."""
     from zero_plugin.machine import system as seen
 
+    if not path:
+        return Finding(subject="nvme", value="", problem="--nvme '' is no folder: name one")
     try:
         value, note = seen.disk(path)
     except ZeroError as error:

@@ -47,7 +47,7 @@ def _duties(task: Task, choice: Choice) -> list[str]:
     if tokens < needed and not choice.delayed:
         found.append(
             f"a step of {tokens:,.0f} tokens a rank is too small to hide the update, which takes as long as computing "
-            f"{needed:,.0f}: raise the batch or accumulate, or allow delayed_update"
+            f"{needed:,.0f}: raise the batch or accumulate, or allow delayed_update or speculate"
         )
     return found
 

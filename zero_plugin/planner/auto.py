@@ -38,6 +38,7 @@ def auto_config(
     *,
     hardware: Hardware | str | Path | None = None,
     nvme: str | Path | Sequence[str | Path] | None = None,
+    cache: str | Path | None = None,
     **options: Any,
 ) -> ZeroConfig:
     """The settings of the cheapest placement of a model on this machine and its ranks; all ranks call it.
@@ -46,6 +47,7 @@ def auto_config(
         model: what will be trained, in the dtype it will be trained in.
         hardware: plan for another machine than this one.
         nvme: folder or folders of the `nvme` tier; none are used without.
+        cache: folder that measurements are kept in; None: the user's cache folder.
         **options: of `zero_plugin.plan`: the batch, limits, and settings that are fixed.
 
     Raises:
@@ -56,7 +58,7 @@ def auto_config(
         device=torch.device("cpu"), ledger=Ledger(), timeout_seconds=_TIMEOUT
     )
     try:
-        machine = _machine(group, nvme) if hardware is None else hardware
+        machine = _machine(group, nvme, cache) if hardware is None else hardware
         if nvme is None:
             # Another machine's disks are not a folder here.
             options["nvme_size"] = 0
@@ -88,7 +90,7 @@ def auto_config(
     return ZeroConfig(**settings)
 
 
-def _machine(group: ProcessGroup, nvme: Any) -> Hardware:
+def _machine(group: ProcessGroup, nvme: Any, cache: str | Path | None) -> Hardware:
     """This machine with the ranks that run on it, and as many like it as the others need."""
     mine = zlib.crc32(socket.gethostname().encode())
     rows = group.exchange(torch.tensor([mine], dtype=torch.int64, device="cpu"), label="host names")
@@ -96,11 +98,12 @@ def _machine(group: ProcessGroup, nvme: Any) -> Hardware:
     paths = [] if nvme is None else [nvme] if isinstance(nvme, (str, Path)) else list(nvme)
     folders = [Path(path) for path in paths if Path(path).is_dir()]
     if same[0] == group.rank:
-        known = load_measurement()
+        kept = None if cache is None else Path(cache)
+        known = load_measurement(kept)
         if known is None or any(str(p.resolve()) not in known.get("disks", {}) for p in folders):
-            save_measurement(measure(folders, seconds=_SECONDS))
+            save_measurement(measure(folders, seconds=_SECONDS), kept)
     group.barrier(label="measured")
-    machine = here(tuple(map(Path, paths)), world=len(same))
+    machine = here(tuple(map(Path, paths)), world=len(same), cache=cache)
     return replace(machine, machines=max(1, group.size // len(same)))
 
 

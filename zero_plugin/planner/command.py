@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", metavar="SIZE", help="memory of a machine")
     parser.add_argument("--nvme", metavar="PATH", action="append", help="folder on a fast disk")
     parser.add_argument("--nvme-size", metavar="SIZE", help="space there; without: what is free")
+    parser.add_argument("--cache", metavar="PATH", help="folder that bench kept its figures in")
     parser.add_argument("--world", type=int, help="number of ranks")
     parser.add_argument("--delayed-update", action="store_true", help="allow updates one step late")
     parser.add_argument(
@@ -65,6 +66,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
         host=arguments.host,
         nvme=nvme if nvme is None or len(nvme) > 1 else nvme[0],
         nvme_size=arguments.nvme_size,
+        cache=arguments.cache,
         delayed_update=arguments.delayed_update,
         speculate=arguments.speculate,
         **{name: value for name, value in pinned.items() if value is not None},

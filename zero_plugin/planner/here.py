@@ -40,7 +40,11 @@ _A_GPU: Mapping[str, float] = {
 
 
 def here(
-    paths: Sequence[Path] = (), *, world: int | None = None, pretends_gpu: bool = False
+    paths: Sequence[Path] = (),
+    *,
+    world: int | None = None,
+    pretends_gpu: bool = False,
+    cache: str | Path | None = None,
 ) -> Hardware:
     """This machine, with its ranks.
 
@@ -48,12 +52,18 @@ def here(
         paths: folders of the `nvme` tier.
         world: ranks; None: the accelerators, or one process on a machine without.
         pretends_gpu: whether a device of a given size is planned for that may not be here.
+        cache: folder with what `zero-plugin bench` measured; None: the user's.
 
     Raises:
-        ConfigError: a path is no folder.
+        ConfigError: a path is no folder, or a cache was named that has nothing of this machine.
     """
     accelerators = torch.accelerator.device_count()
-    measured = load_measurement() or {}
+    measured = load_measurement(None if cache is None else Path(cache))
+    if measured is None and cache is not None:
+        raise ConfigError(
+            f"{cache} has no measurement of this machine that is less than a month old: zero-plugin bench --cache {cache}"
+        )
+    measured = measured or {}
     values: dict[str, Any] = dict(_GUESSES)
     if pretends_gpu and not accelerators:
         values |= {**_A_GPU, **{key: measured[key] for key in ("update",) if key in measured}}

@@ -113,6 +113,7 @@ def plan(  # noqa: PLR0913 - what a plan depends on, by name
     host: int | str | None = None,
     nvme: str | Path | Sequence[str | Path] | None = None,
     nvme_size: int | str | None = None,
+    cache: str | Path | None = None,
     delayed_update: bool = False,
     speculate: bool = False,
     alternatives: int = 3,
@@ -138,6 +139,7 @@ def plan(  # noqa: PLR0913 - what a plan depends on, by name
         host: memory of a machine, likewise.
         nvme: folder or folders of the `nvme` tier; none are used without, unless the hardware has disks.
         nvme_size: bytes there, in place of the free space.
+        cache: folder with what `zero-plugin bench` measured of this machine; None: the user's.
         delayed_update: whether an update may be one step late.
         speculate: whether updates may begin inside backward, with memory to undo them.
         alternatives: how many next-best placements to name.
@@ -147,7 +149,12 @@ def plan(  # noqa: PLR0913 - what a plan depends on, by name
         ConfigError: something given is unknown, negative, or contradicts something else.
     """
     source = _source(model, dtype)
-    machine = _machine(hardware, world, gpu, host, nvme, nvme_size)
+    sizes = {
+        name: parse_bytes(value, name)
+        for value, name in ((gpu, "gpu"), (host, "host"), (nvme_size, "nvme_size"))
+        if value is not None
+    }
+    machine = _machine(hardware, world, nvme, cache, sizes)
     rank_batch = Batch(batch=batch, sequence=seq, accumulate=accumulate)
     dry = DryModel(source.model, rule)
     task = _task(dry, source, machine, rank_batch, inputs, nvme, pinned)
@@ -212,17 +219,14 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
 def _machine(
     hardware: Hardware | str | Path | None,
     world: int | None,
-    gpu: int | str | None,
-    host: int | str | None,
     nvme: str | Path | Sequence[str | Path] | None,
-    nvme_size: int | str | None,
+    cache: str | Path | None,
+    sizes: Mapping[str, int],
 ) -> Hardware:
     from zero_plugin.planner.here import here
 
-    given = [(gpu, "gpu"), (host, "host"), (nvme_size, "nvme_size")]
-    sizes = {name: parse_bytes(value, name) for value, name in given if value is not None}
     if hardware is None:
-        found = here(_paths(nvme), world=world, pretends_gpu=gpu is not None)
+        found = here(_paths(nvme), world=world, pretends_gpu="gpu" in sizes, cache=cache)
     elif isinstance(hardware, Hardware):
         found = hardware
     else:
@@ -242,7 +246,10 @@ def _machine(
 def _paths(nvme: str | Path | Sequence[str | Path] | None) -> tuple[Path, ...]:
     if nvme is None:
         return ()
-    return (Path(nvme),) if isinstance(nvme, (str, Path)) else tuple(map(Path, nvme))
+    named = (nvme,) if isinstance(nvme, (str, Path)) else tuple(nvme)
+    if "" in named:
+        raise ConfigError("nvme path '' is not a folder: name one on a fast local disk")
+    return tuple(map(Path, named))
 
 
 def _task(  # noqa: PLR0913, PLR0917 - the parts of a task
