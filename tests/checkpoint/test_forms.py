@@ -11,12 +11,16 @@ from support.models import TinyMLP, make
 from support.training import adamw, assert_same_bits, config
 
 from zero_plugin import ZeroEngine
+from zero_plugin.checkpoint import source
 from zero_plugin.checkpoint.plain import read_state_dict
 
 FORMS: dict[str, dict[str, Any]] = {
     "whole": {"stage": 2},
     "split": {"stage": 3, "params": "host", "split_master": True},
     "split in files": {"stage": 3, "params": "nvme", "optimizer": "nvme", "split_master": True},
+    "int8": {"stage": 1, "moment_dtype": "int8"},
+    "split, bf16": {"stage": 3, "params": "host", "split_master": True, "moment_dtype": "bf16"},
+    "int8 in files": {"stage": 2, "optimizer": "nvme", "moment_dtype": "int8"},
     "delayed": {"stage": 2, "delayed_update": True, "delayed_update_warmup": 2},
     "delayed, sharded": {"stage": 3, "delayed_update": True, "delayed_update_warmup": 2},
     "delayed in files": {
@@ -26,6 +30,12 @@ FORMS: dict[str, dict[str, Any]] = {
         "delayed_update_warmup": 2,
     },
 }
+
+
+@pytest.fixture(autouse=True)
+def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several ranges in every slice."""
+    monkeypatch.setattr(source, "_RANGE", 32)
 
 
 def build(form: str, folder: Path, seed: int = 0) -> tuple[Any, Any, ZeroEngine]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -11,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.checkpoints import build, rows, state_of, train
+from support.foreign import write_deepspeed
 from support.models import NormMLP, OddMLP, TinyMLP, make
 from support.ranks import run_ranks
 from support.training import PRELOAD, adamw, assert_same_bits, engine_for
@@ -202,6 +205,22 @@ SCRIPT = Path(__file__).with_name("deepspeed_run.py")
 def has_deepspeed() -> bool:
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('deepspeed') is None)"
     return subprocess.run([DEEPSPEED, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_its_layout_is_read_where_it_is_not_installed(stage: int, tmp_path: Path) -> None:
+    wanted = write_deepspeed(tmp_path / "ds", stage, parameters=5, side=9)
+    place = import_checkpoint(tmp_path / "ds", tmp_path / "ck")
+    (file,) = place.glob("*.safetensors")
+    stored = load_file(file)
+    for name, entry in wanted.items():
+        numel = entry["master"].numel()
+        for key, value in entry.items():
+            kind = "master" if key == "master" else f"state.{key}"
+            assert torch.equal(stored[f"{kind}/{name}[0:{numel}]"], value.flatten()), (name, key)
+    index = json.loads((place / "index.json").read_text())
+    assert {entry["step"] for entry in index["parameters"].values()} == {4}
+    assert {entry["dtype"] for entry in index["parameters"].values()} == {"BF16"}
 
 
 @pytest.mark.dist

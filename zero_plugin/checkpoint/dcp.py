@@ -59,7 +59,7 @@ class _IntoFiles(DefaultLoadPlanner):
         if file is not None:
             forget_pages(file)
 
-    def forget(self, _: int) -> None:
+    def forget(self) -> None:
         """What was looked at is not needed soon."""
         for file in self._files.values():
             forget_pages(file)

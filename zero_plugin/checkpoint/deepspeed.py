@@ -9,6 +9,7 @@ import math
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from zero_plugin.checkpoint.foreign import Found, describe_group
+from zero_plugin.checkpoint.spread import Spread, cut_ranges, spread
 from zero_plugin.errors import CheckpointError
 
 _SAFE = {
@@ -185,26 +187,28 @@ def _read_stage_2(model: Mapping[str, Any], states: Sequence[Any], folder: Path)
     options = base[0]["param_groups"] if isinstance(base[0], Mapping) else [{}]
     _groups(found, shapes, options)
     for number, group in enumerate(shapes):
-        flat = torch.cat([item["single_partition_of_fp32_groups"][number] for item in states])
+        flats = [item["single_partition_of_fp32_groups"][number].flatten() for item in states]
         moments = {
-            key: torch.cat([entry[number][key] for entry in entries])
+            key: [entry[number][key].flatten() for entry in entries]
             for key, value in entries[0][number].items()
             if isinstance(value, Tensor) and value.numel() > 1
         }
         step = int(entries[0][number].get("step", 0))
         wanted = sum(shape.numel() for shape in group.values())
-        if not wanted <= flat.numel() <= wanted + _ALIGNMENT * len(states) * len(states) + 64:
+        total = sum(flat.numel() for flat in flats)
+        if not wanted <= total <= wanted + _ALIGNMENT * len(states) * len(states) + 64:
             raise CheckpointError(
-                f"group {number} of {folder} has {flat.numel():,} elements, its parameters {wanted:,}: this layout is not known"
+                f"group {number} of {folder} has {total:,} elements, its parameters {wanted:,}: this layout is not known"
             )
         offset = 0
         for name, shape in group.items():
-            inside = slice(offset, offset + shape.numel())
-            found.masters[name] = flat[inside].view(shape)
-            found.states[name] = {key: value[inside].view(shape) for key, value in moments.items()}
+            found.masters[name] = spread(flats, offset, shape)
+            found.states[name] = {
+                key: spread(parts, offset, shape) for key, parts in moments.items()
+            }
             found.steps[name] = step
             found.weights.setdefault(name, found.masters[name])
-            offset = inside.stop
+            offset += shape.numel()
     _share(found, model)
     return found
 
@@ -221,11 +225,11 @@ def _read_stage_3(
     shapes: Sequence[Mapping[str, Any]] = model["param_shapes"]
     inner = [item["optimizer_state_dict"] for item in states]
     _groups(found, shapes, inner[0].get("param_groups", [{}]))
-    flats = [torch.cat([part.flatten() for part in item["fp32_flat_groups"]]) for item in states]
+    flats = [[part.flatten() for part in item["fp32_flat_groups"]] for item in states]
     numbered = [item["state"] for item in inner]
     keys = sorted(numbered[0])
     moments = {
-        name: [torch.cat([item[key][name].flatten() for key in keys]) for item in numbered]
+        name: [[item[key][name].flatten() for key in keys] for item in numbered]
         for name, value in numbered[0][keys[0]].items()
         if isinstance(value, Tensor) and value.numel() > 1
     }
@@ -237,21 +241,22 @@ def _read_stage_3(
             piece = math.ceil(shape.numel() / world)
 
             def gathered(
-                parts: Sequence[Tensor], shape: Any = shape, at: int = offset, piece: int = piece
-            ) -> Tensor:
-                full = torch.cat([part[at : at + piece] for part in parts])
-                return full[: shape.numel()].view(shape)
+                ranks: Sequence[Sequence[Tensor]],
+                shape: Any = shape,
+                at: int = offset,
+                piece: int = piece,
+            ) -> Spread:
+                cut = [part for parts in ranks for part in cut_ranges(parts, at, at + piece)]
+                return spread(cut, 0, shape)
 
             found.masters[name] = gathered(flats)
-            found.states[name] = {key: gathered(parts) for key, parts in moments.items()}
+            found.states[name] = {key: gathered(ranks) for key, ranks in moments.items()}
             found.steps[name] = step
-            found.weights[name] = found.masters[name].to(dtype)
+            found.weights[name] = replace(gathered(flats), dtype=dtype)
             offset += piece
     for name, shape in (model.get("frozen_param_shapes") or {}).items():
         parts = [item["frozen_param_fragments"][name] for item in models]
-        found.weights[name] = torch.cat([part.flatten() for part in parts])[: shape.numel()].view(
-            shape
-        )
+        found.weights[name] = spread([part.flatten() for part in parts], 0, shape)
     _share(found, model)
     return found
 

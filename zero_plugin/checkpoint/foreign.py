@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zero_plugin.checkpoint import tree
@@ -25,7 +26,15 @@ from zero_plugin.checkpoint.format import (
     slice_name,
 )
 from zero_plugin.checkpoint.index import complete, stamp
-from zero_plugin.checkpoint.shardfile import Part, header_of, pieces_of, whole, write_file
+from zero_plugin.checkpoint.shardfile import (
+    PIECE_BYTES,
+    Part,
+    header_of,
+    pieces_of,
+    whole,
+    write_file,
+)
+from zero_plugin.checkpoint.spread import Value, part_of
 from zero_plugin.errors import CheckpointError
 
 
@@ -41,18 +50,18 @@ class Found:
         groups: param groups: names of the parameters, and options.
         optimizer: name of the optimizer's class.
         buffers: names in `weights` that are buffers.
-        written: told of bytes that were written and are not needed any more.
+        written: told that what was read last is not needed any more.
         extra: what else there is; a nest as `ZeroEngine.save_checkpoint` takes it.
     """
 
-    weights: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    masters: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    states: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
+    weights: dict[str, Value] = field(default_factory=dict[str, Value])
+    masters: dict[str, Value] = field(default_factory=dict[str, Value])
+    states: dict[str, dict[str, Value]] = field(default_factory=dict[str, dict[str, Value]])
     steps: dict[str, int] = field(default_factory=dict[str, int])
     groups: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     optimizer: str = "AdamW"
     buffers: set[str] = field(default_factory=set[str])
-    written: Callable[[int], None] = lambda _: None
+    written: Callable[[], None] = lambda: None
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -65,7 +74,8 @@ def write_found(found: Found, target: Path) -> Path:
         if name in aliases:
             continue
         if name in found.buffers:
-            parts.append(whole(slice_name(f"{BUFFER}/{name}", 0, weight.numel()), weight))
+            place = slice_name(f"{BUFFER}/{name}", 0, weight.numel())
+            parts.append(replace(part_of(place, weight, weight.dtype), shape=tuple(weight.shape)))
             continue
         parameters[name] = {
             "shape": list(weight.shape),
@@ -104,7 +114,7 @@ def write_found(found: Found, target: Path) -> Path:
     try:
         name = file_name(0, 1)
         written = write_file(
-            partial.path / name, header_of(parts, {}), pieces_of(parts), progress=found.written
+            partial.path / name, header_of(parts, {}), _pieces(found, parts), progress=_ignore
         )
         index = complete(content, {name: written}, partial.path, [{"random": None}])
         with (partial.path / INDEX).open("xb") as file:
@@ -118,12 +128,28 @@ def write_found(found: Found, target: Path) -> Path:
     return target
 
 
-def _tensor_parts(found: Found, name: str, weight: Tensor, described: dict[str, Any]) -> list[Part]:
+def _pieces(found: Found, parts: Sequence[Part]) -> Iterator[Tensor]:
+    """The bytes of parts; what they were read from is let go of behind them."""
+    moved = 0
+    for piece in pieces_of(parts):
+        yield piece
+        moved += piece.numel()
+        if moved >= PIECE_BYTES:
+            found.written()
+            moved = 0
+
+
+def _ignore(_: int) -> None:
+    """Nobody looks at the progress."""
+
+
+def _tensor_parts(found: Found, name: str, weight: Value, described: dict[str, Any]) -> list[Part]:
+    # A master is fp32 in our format; a fp32 weight is its own.
+    wanted = {MASTER: torch.float32}
     tensors = {MASTER if name in found.masters else WEIGHT: found.masters.get(name, weight)}
     if any(name in group["parameters"] for group in found.groups):
         described |= {"optimizer": 0, "step": found.steps.get(name, 0)}
-        # A master is fp32 in our format; a fp32 weight is its own.
-        tensors = {MASTER: found.masters.get(name, weight).float()}
+        tensors = {MASTER: found.masters.get(name, weight)}
         tensors |= {STATE + key: value for key, value in found.states.get(name, {}).items()}
     for kind, value in tensors.items():
         if value.numel() != weight.numel():
@@ -132,7 +158,9 @@ def _tensor_parts(found: Found, name: str, weight: Tensor, described: dict[str, 
                 "is damaged, or of a version that is not known here"
             )
     return [
-        whole(slice_name(f"{kind}/{name}", 0, weight.numel()), value.reshape(-1))
+        part_of(
+            slice_name(f"{kind}/{name}", 0, weight.numel()), value, wanted.get(kind, value.dtype)
+        )
         for kind, value in tensors.items()
         if weight.numel()
     ]
@@ -151,7 +179,7 @@ def _optimizers(found: Found) -> list[dict[str, Any]]:
     ]
 
 
-def find_aliases(weights: Mapping[str, Tensor]) -> dict[str, str]:
+def find_aliases(weights: Mapping[str, Value]) -> dict[str, str]:
     """Names whose tensors are the same memory as an earlier one's."""
     first: dict[tuple[int, tuple[int, ...]], str] = {}
     aliases: dict[str, str] = {}

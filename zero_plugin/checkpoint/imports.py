@@ -18,6 +18,7 @@ from torch import Tensor
 from zero_plugin.checkpoint.foreign import Found, describe_group, find_aliases, write_found
 from zero_plugin.checkpoint.format import MASTER
 from zero_plugin.errors import CheckpointError
+from zero_plugin.runtime.memory import forget_mappings, mappings_of
 
 Source = Literal["auto", "torch", "hf", "lightning", "deepspeed", "dcp"]
 
@@ -54,7 +55,11 @@ def import_checkpoint(
         "deepspeed": _read_deepspeed,
         "dcp": partial(_read_dcp, folder=parent),
     }
-    return write_found(readers[chosen](place), Path(target))
+    found = readers[chosen](place)
+    if chosen != "dcp":
+        # Pages of mapped files count as this process's memory until the system wants them back.
+        found.written = partial(forget_mappings, mappings_of(place))
+    return write_found(found, Path(target))
 
 
 def _look(place: Path) -> Source:

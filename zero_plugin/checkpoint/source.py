@@ -19,9 +19,9 @@ from zero_plugin.checkpoint.shardfile import Part, whole
 from zero_plugin.config import MomentDType
 from zero_plugin.errors import EngineStateError
 from zero_plugin.optim.blocks import BlockStates
-from zero_plugin.optim.moments import GROUP, take
+from zero_plugin.optim.moments import GROUP, put, take
 from zero_plugin.optim.plan import BlockPlan
-from zero_plugin.optim.split import join
+from zero_plugin.optim.split import join, split
 from zero_plugin.optim.states import OptimizerStates
 from zero_plugin.optim.swap import Tile
 from zero_plugin.runtime.backend import Ticket
@@ -36,6 +36,10 @@ from zero_plugin.store.store import NvmeStore
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+
+
+_RANGE = 1 << 22
+"""Elements that are put together at once: 16 MiB, and whole groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,13 +194,12 @@ class Holdings:
         """Masters and optimizer states of this rank, each to be filled before the next is asked for."""
         for states in self.states:
             for item in states.blocks.values():
-                if item.is_swapped and item.is_plain and item.form == "whole":
+                if item.is_swapped:
                     yield from _swapped_targets(states, item)
-                elif item.is_swapped or not item.is_plain:
-                    with states.opened(item, write=True) as here:
-                        yield from _block_targets(states, here)
-                else:
+                elif item.is_plain:
                     yield from _block_targets(states, item)
+                else:
+                    yield from _ranged_targets(states, item)
 
     def weight_targets(self) -> Iterator[Target]:
         """Compute weights of this rank that are not part of a master, each to be filled before the next is asked for."""
@@ -324,7 +327,7 @@ class Holdings:
         if swap is None:
             return []
         parts: list[Part] = []
-        load = partial(self._read_tile, states, item, held, weights)
+        load = partial(self._read_tile, held)
         for tile in swap.tiles(block):
             for position, member in enumerate(block.parameters):
                 mine, own = self._mine(block, position), block.own_slice(position)
@@ -341,30 +344,56 @@ class Holdings:
                             dtype=torch.float32,
                             shape=(stop - start,),
                             transient=True,
-                            read=partial(
-                                held.read, tile, load, number=number, first=start - tile.start
-                            ),
+                            read=_TilePart(
+                                states=states,
+                                item=item,
+                                tile=tile,
+                                held=held,
+                                load=load,
+                                weights=weights,
+                                number=number,
+                                first=start - tile.start,
+                            ).read,
                         )
                     )
         return parts
 
-    def _read_tile(
-        self, states: OptimizerStates, item: BlockStates, held: _Held, weights: _Held, tile: Tile
-    ) -> list[Tensor]:
-        """A tile's fp32 master and states, read beside the lanes: its last write must have ended, and nothing of it be cached."""
+    def _read_tile(self, held: _Held, tile: Tile) -> list[Tensor]:
+        """What is kept of a tile, read beside the lanes: its last write must have ended, and nothing of it be cached."""
         if self.store is None:
             raise EngineStateError(f"the states of {tile.block.name} were asked of a closed engine")
         region = held.room(tile.nbytes)
         self.store.read(tile.extent, tile.offset, region)
-        kept, form = tile.parts(region), tile.form
-        moments = [
-            states.decoded(part, form.moments, number)
-            for number, part in enumerate(kept[form.masters :])
-        ]
+        return tile.parts(region)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TilePart:
+    """One state of a tile from an element on; what is not kept as fp32 is put together range by range."""
+
+    states: OptimizerStates
+    item: BlockStates
+    tile: Tile
+    held: _Held
+    load: Callable[[Tile], Sequence[Tensor]]
+    weights: _Held
+    number: int
+    first: int
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """A range of it."""
+        form = self.tile.form
+        kept = self.held.of(self.tile, self.load)
+        if self.number:
+            decode = partial(self.states.decoded, moments=form.moments, number=self.number - 1)
+            part = kept[form.masters + self.number - 1]
+            return _decoded(decode, part, form.moments, self.first, start, stop)
+        inside = slice(self.first + start, self.first + stop)
         if form.master == "whole":
-            return [kept[0], *moments]
-        shown = _shown(states, item, weights, tile.start, tile.stop)
-        return [join(shown, kept[0]) if form.master == "split" else shown, *moments]
+            return kept[0][inside]
+        begin, end = self.tile.start + inside.start, self.tile.start + inside.stop
+        shown = _shown(self.states, self.item, self.weights, begin, end)
+        return join(shown.cpu(), kept[0][inside]) if form.master == "split" else shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -457,11 +486,15 @@ class _Held:
     def read(
         self, key: Any, load: Any, start: int, stop: int, *, number: int, first: int
     ) -> Tensor:
+        return self.of(key, load)[number][first + start : first + stop]
+
+    def of(self, key: Any, load: Any) -> tuple[Tensor, ...]:
+        """What was loaded for a tile or chunk; loads it in place of the last one."""
         if self.key is not key:
             self.tensors = ()
             self.tensors = tuple(load(key))
             self.key = key
-        return self.tensors[number][first + start : first + stop]
+        return self.tensors
 
 
 def state_kinds(states: OptimizerStates) -> list[str]:
@@ -520,22 +553,93 @@ def _shard_targets(sharded: ShardedModel, block: Block) -> Iterator[Target]:
         sharded.shards.replace(block, chunk)
 
 
+def _ranged_targets(states: OptimizerStates, item: BlockStates) -> Iterator[Target]:
+    """Of a block in memory that is not kept as fp32: range by range, each put back into its form."""
+    block, kinds = item.block, state_kinds(states)
+    weights = states.present_weights(item) if item.form == "split" else None
+    for position, member in enumerate(block.parameters):
+        own, offset = block.own_slice(position), block.layout.offsets[position]
+        if weights is None and own.numel:
+            view = item.master_view(position)
+            yield Target(kind=MASTER, name=member.name, start=own.start, view=view)
+        for start in range(0, own.numel, _RANGE):
+            stop = min(start + _RANGE, own.numel)
+            inside = slice(offset + start, offset + stop)
+            if weights is not None and item.remainder is not None:
+                kept = item.remainder[inside]
+                master = join(weights[inside].to(kept.device), kept)
+                yield Target(kind=MASTER, name=member.name, start=own.start + start, view=master)
+                _take_split(master, weights[inside], kept)
+            for number, kind in enumerate(kinds[1:]):
+                whole_groups = round_up(stop - start, GROUP)
+                part = take(item.states[number], item.moments, inside.start, whole_groups)
+                values = states.decoded(part, item.moments, number)
+                view = values[: stop - start]
+                yield Target(kind=kind, name=member.name, start=own.start + start, view=view)
+                states.encode(values, item.moments, number, part)
+                put(item.states[number], item.moments, inside.start, part)
+    if weights is not None:
+        states.write_weights(item, weights)
+
+
+def _take_split(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
+    new, rest = split(master)
+    weights.copy_(new)
+    remainder.copy_(rest)
+
+
 def _swapped_targets(states: OptimizerStates, item: BlockStates) -> Iterator[Target]:
+    """Of a block in files: tile by tile, and range by range where they are not kept as fp32."""
     swap, block = states.swap, item.block
+    weights = states.present_weights(item) if item.reads_weights else None
     for tile in () if swap is None else swap.tiles(block):
         if swap is None:
             return
         with swap.opened(tile, write=True) as parts:
-            yield from _tile_targets(state_kinds(states), block, tile, parts)
+            step = tile.stop - tile.start if item.is_plain else _RANGE
+            for start in range(tile.start, tile.stop, step):
+                yield from _tile_targets(
+                    states, tile, parts, weights, start, min(start + step, tile.stop)
+                )
+    if weights is not None:
+        states.write_weights(item, weights)
 
 
 def _tile_targets(
-    kinds: Sequence[str], block: Block, tile: Tile, parts: Sequence[Tensor]
+    states: OptimizerStates,
+    tile: Tile,
+    parts: Sequence[Tensor],
+    weights: Tensor | None,
+    start: int,
+    stop: int,
 ) -> Iterator[Target]:
+    """Of the elements of a chunk from one place to another, which are put back into their form."""
+    form, begin = tile.form, start - tile.start
+    groups = round_up(stop - start, GROUP)
+    kept = [take(part, form.moments, begin, groups) for part in parts[form.masters :]]
+    moments = [states.decoded(part, form.moments, number) for number, part in enumerate(kept)]
+    first = parts[0][begin : begin + stop - start]
+    shown = None if weights is None else weights[start:stop]
+    master = first if shown is None else shown
+    if shown is not None and form.master == "split":
+        master = join(shown.cpu(), first)
+    yield from _range_targets(state_kinds(states), tile.block, start, [master, *moments])
+    if shown is not None and form.master == "split":
+        _take_split(master, shown, first)
+    for number, (part, values) in enumerate(zip(kept, moments, strict=True)):
+        states.encode(values, form.moments, number, part)
+        put(parts[form.masters + number], form.moments, begin, part)
+
+
+def _range_targets(
+    kinds: Sequence[str], block: Block, first: int, parts: Sequence[Tensor]
+) -> Iterator[Target]:
+    """Of what lies in a block's chunk from an element on."""
+    last = first + parts[0].numel()
     for position, member in enumerate(block.parameters):
         own = block.own_slice(position)
         offset = block.layout.offsets[position]
-        start, stop = max(offset, tile.start), min(offset + own.numel, tile.stop)
+        start, stop = max(offset, first), min(offset + own.numel, last)
         if start >= stop:
             continue
         for kind, part in zip(kinds, parts, strict=True):
@@ -543,5 +647,5 @@ def _tile_targets(
                 kind=kind,
                 name=member.name,
                 start=own.start + start - offset,
-                view=part[start - tile.start : stop - tile.start],
+                view=part[start - first : stop - first],
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -118,15 +118,6 @@ class OptimizerStates:
     def step_count(self, index: int) -> int:
         """Updates that a member has had."""
         return self._steps[index]
-
-    def opened(self, states: BlockStates, *, write: bool) -> AbstractContextManager[BlockStates]:
-        """A block's states in memory, with a fp32 master, whatever is kept of it and wherever it lies.
-
-        Args:
-            states: of the block.
-            write: whether they are changed; no full weights of the block may be gathered then.
-        """
-        return self._here(states, write=write)
 
     def set_step_count(self, index: int, count: int) -> None:
         """Replace it, with the states it goes with."""
@@ -290,11 +281,20 @@ class OptimizerStates:
 
     def _keep_moments(self, states: BlockStates, values: Sequence[Tensor]) -> None:
         for number, (state, value) in enumerate(zip(states.states, values, strict=True)):
-            encode(value, states.moments, state, signed=self._signed[number])
+            self.encode(value, states.moments, number, state)
 
     def decoded(self, kept: Tensor, moments: MomentDType, number: int) -> Tensor:
         """A moment as fp32, from what is kept of it; itself if it is kept so."""
         return decode(kept, moments, signed=self._signed[number])
+
+    def encode(self, values: Tensor, moments: MomentDType, number: int, kept: Tensor) -> None:
+        """Round fp32 values of a moment into what is kept of it; the inverse of `decoded`."""
+        encode(values, moments, kept, signed=self._signed[number])
+
+    def write_weights(self, states: BlockStates, weights: Tensor) -> None:
+        """Replace a block's chunk of the compute weights, which a new master changes; none of it may be gathered."""
+        if self._weights is not None:
+            self._weights.replace(states.block, weights)
 
     def _write_parts(self, states: BlockStates, whole: Sequence[Tensor]) -> None:
         if self.swap is None or not states.is_swapped:
@@ -310,7 +310,7 @@ class OptimizerStates:
                     if moment < 0:
                         part.copy_(values)
                     else:
-                        encode(values, form.moments, part, signed=self._signed[moment])
+                        self.encode(values, form.moments, moment, part)
 
     def _replace_weights(self, states: BlockStates, old: Tensor | None, new: Tensor) -> None:
         """Write compute weights that a new master changes."""

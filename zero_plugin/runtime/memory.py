@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,6 +78,27 @@ def forget_pages(buffer: Tensor) -> None:
     advise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
     if advise is not None:
         advise(ctypes.c_void_p(buffer.data_ptr()), ctypes.c_size_t(buffer.nbytes), _DONT_NEED)
+
+
+def mappings_of(place: str | Path) -> list[tuple[int, int]]:
+    """Addresses and sizes at which a file, or files of a folder, are mapped into this process; empty where that is not known."""
+    wanted = Path(place).resolve()
+    found: list[tuple[int, int]] = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+            fields = line.split(maxsplit=5)
+            path = Path(fields[5]) if len(fields) == 6 else None
+            if path is not None and (path == wanted or wanted in path.parents):
+                start, stop = (int(address, 16) for address in fields[0].split("-"))
+                found.append((start, stop - start))
+    return found
+
+
+def forget_mappings(mappings: Sequence[tuple[int, int]]) -> None:
+    """Let go of the resident pages of mapped files that nobody has written to; they are read again when they are looked at."""
+    advise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+    for address, nbytes in mappings if advise is not None else ():
+        advise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _DONT_NEED)
 
 
 def map_pages(nbytes: int, node: int | None = None) -> ctypes.Array[ctypes.c_uint8]:
