@@ -39,6 +39,7 @@ TARGETS = frozenset(
         "accelerate.commands.config.config_args",
         "accelerate.commands.config.config",
         "accelerate.commands.config.default",
+        "accelerate.commands.estimate",
         "accelerate.commands.launch",
         "transformers.modeling_utils",
         "transformers.trainer",

@@ -1,4 +1,4 @@
-"""Where zero-plugin enters `accelerate config` and `accelerate launch`.
+"""Where zero-plugin enters `accelerate config`, `accelerate launch` and `accelerate estimate-memory`.
 
 Accelerate imports its configuration code into every process, so nothing here imports torch, the engine or the checks of a
 config before a file or an answer asks for us.
@@ -102,6 +102,7 @@ def enter_launch(module: ModuleType) -> None:
             return plain(args)
         before = {name: os.environ.get(name) for name in (SWITCH, SETTINGS)}
         os.environ.update(_variables(block, args))
+        import_module("zero_plugin.integrations._huggingface.packaged").replace(args, block)
         try:
             return plain(args)
         finally:
@@ -112,6 +113,40 @@ def enter_launch(module: ModuleType) -> None:
                     os.environ[name] = value
 
     setattr(module, "launch_command", _mark(launch_command))  # noqa: B010 - a module has no such attribute for a type checker
+
+
+def enter_estimate(module: ModuleType) -> None:
+    """Let `accelerate estimate-memory` add our figures where the environment or the default config file selects us.
+
+    Args:
+        module: `accelerate.commands.estimate`.
+    """
+    plain: Callable[[Any], Any] = module.estimate_command
+    if _is_ours(plain):
+        return
+
+    @functools.wraps(plain)
+    def estimate_command(args: Any) -> Any:
+        config = _default_config()
+        if config is None and not is_selected():
+            return plain(args)
+        ours = import_module("zero_plugin.integrations._huggingface.estimate")
+        return ours.estimate(module, plain, args, config)
+
+    setattr(module, "estimate_command", _mark(estimate_command))  # noqa: B010 - a module has no such attribute for a type checker
+
+
+def _default_config() -> Any:
+    """Accelerate's default config where it has our block, else None; a file without it is not even parsed."""
+    files = import_module("accelerate.commands.config.config_args")
+    try:
+        with open(files.default_config_file, encoding="utf-8") as file:  # noqa: PTH123 - pathlib is not imported here
+            if BLOCK not in file.read():
+                return None
+    except OSError:
+        return None
+    config = files.load_config_from_file(None)
+    return None if getattr(config, BLOCK, None) is None else config
 
 
 def _block_for(module: ModuleType, args: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zero_plugin.integrations._huggingface.config_hooks import (
     enter_config_file,
     enter_default,
+    enter_estimate,
     enter_launch,
     enter_questions,
 )
@@ -140,6 +141,7 @@ _ENTRANCES: dict[str, Callable[[ModuleType], None]] = {
     "accelerate.commands.config.config_args": enter_config_file,
     "accelerate.commands.config.config": enter_questions,
     "accelerate.commands.config.default": enter_default,
+    "accelerate.commands.estimate": enter_estimate,
     "accelerate.commands.launch": enter_launch,
     "transformers.modeling_utils": enter_loading,
     "transformers.trainer": enter_trainer,

@@ -27,6 +27,12 @@ HOOKED: Mapping[str, tuple[str, ...]] = {
         "ClusterConfig.from_json_file",
         "ClusterConfig.to_json_file",
     ),
+    "accelerate.commands.estimate": (
+        "estimate_command",
+        "create_empty_model",
+        "create_ascii_table",
+        "convert_bytes",
+    ),
     "accelerate.commands.launch": (
         "launch_command",
         "load_config_from_file",
