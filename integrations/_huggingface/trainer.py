@@ -150,12 +150,13 @@ class ZeroTrainer(Base):
 
     @contextmanager
     def _saves(self, state: dict[str, Any]) -> Generator[None]:
-        """Inside, `_save` writes this state dict, on the rank that has it."""
+        """Inside, `_save` writes this state dict, on the rank that has it; an upload saves once more inside."""
+        before = self.__dict__.get("_zero_state")
         self.__dict__["_zero_state"] = state
         try:
             yield
         finally:
-            del self.__dict__["_zero_state"]
+            self.__dict__["_zero_state"] = before
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Gather the optimizer's state, which all ranks do, and write it as the stock Trainer does."""
