@@ -288,6 +288,25 @@ def test_two_sets_of_states_change_roles_and_nothing_is_copied(moments: str, tmp
         assert not any(label.startswith("undo") for label in labels)
 
 
+def test_momentum_that_a_step_does_not_use_is_not_lost() -> None:
+    """torch keeps the buffers of a group whose momentum is 0 for a while, and so does a block that changes sets meanwhile."""
+    found: list[tuple[dict[str, Tensor], dict[str, Any]]] = []
+    for speculate in (True, False):
+        model = make(TinyMLP)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        settings = config(bucket_bytes=1024, speculate=speculate)
+        with ZeroEngine(model, optimizer, settings) as engine:
+            for step, momentum in enumerate((0.9, 0.9, 0.0, 0.9)):
+                optimizer.param_groups[0]["momentum"] = momentum
+                engine.backward(mlp_loss(model, step))
+                optimizer.step()
+                optimizer.zero_grad()
+            assert bool(engine.speculation["taken"]) == speculate
+            assert engine.speculation["undone"] == 0
+            found.append((snapshot(model), optimizer.state_dict()))
+    assert_same_bits(found[0], found[1], "momentum left out once ")
+
+
 @pytest.mark.parametrize("early", ["speculate", "update_in_backward"])
 def test_weights_are_written_in_the_order_of_their_updates(early: str, tmp_path: Any) -> None:
     """Copies of one lane keep their order: behind the first block's, whose update ends last, the others would wait."""

@@ -17,7 +17,7 @@ once to float32 where it meets the elements. Columns:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,11 @@ class Rule(ABC):
     def signed(self) -> tuple[bool, ...]:
         """Of each state whether it can be below zero."""
         return tuple(name not in _SQUARES for name in self.state_names)
+
+    def writes_states(self, hyper: Sequence[float]) -> bool:
+        """Whether an update with this hyper row writes every state; else some stay as they are."""
+        del hyper
+        return True
 
     def initial_state(self, group: Group) -> tuple[float, ...]:
         """Fill values of the states before the first update."""
@@ -183,6 +188,10 @@ class SgdRule(Rule):
                 9: step,
             }
         )
+
+    @override
+    def writes_states(self, hyper: Sequence[float]) -> bool:
+        return not self.state_names or hyper[8] != 0.0
 
 
 ADAM = AdamRule(name="adam", native_id=0, state_names=("exp_avg", "exp_avg_sq"))
