@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from zero_plugin.checkpoint.foreign import Found, describe_group
+from zero_plugin.checkpoint.spread import Value
 from zero_plugin.errors import CheckpointError
 from zero_plugin.runtime.memory import allocate_file, forget_pages
 
@@ -106,7 +107,7 @@ def read(place: Path, folder: Path) -> Found:
         raise CheckpointError(
             f"{place} holds {', '.join(map(repr, list(content)[:6]))}, and no state dict of a model among them"
         )
-    weights = {k: v for k, v in model.items() if isinstance(v, Tensor)}
+    weights: dict[str, Value] = {k: v for k, v in model.items() if isinstance(v, Tensor)}
     found = Found(weights=weights, written=planner.forget)
     if optimizer is not None:
         _take_optimizer(found, optimizer, place)

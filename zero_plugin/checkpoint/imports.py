@@ -17,6 +17,7 @@ from torch import Tensor
 
 from zero_plugin.checkpoint.foreign import Found, describe_group, find_aliases, write_found
 from zero_plugin.checkpoint.format import MASTER
+from zero_plugin.checkpoint.spread import Value
 from zero_plugin.errors import CheckpointError
 from zero_plugin.runtime.memory import forget_mappings, mappings_of
 
@@ -178,7 +179,7 @@ def _read_hf(place: Path) -> Found:
     from safetensors import safe_open
 
     files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
-    weights: dict[str, Tensor] = {}
+    weights: dict[str, Value] = {}
     for file in files:
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is no mapping
