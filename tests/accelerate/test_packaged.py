@@ -82,7 +82,8 @@ def synchronised(_rank: int, _size: int) -> None:
     class Looking(Accelerator):
         def backward(self, loss: torch.Tensor, **options: Any) -> None:
             super().backward(loss, **options)
-            for engine in self.zero_engines if self.sync_gradients else ():
+            ours: Any = self
+            for engine in ours.zero_engines if self.sync_gradients else ():
                 with engine.full_grads():
                     seen.update(
                         (name, p.grad.clone()) for name, p in engine.model.named_parameters()

@@ -102,8 +102,8 @@ def offloaded(_rank: int, size: int) -> None:
 
     with no_group_left():
         expected = fit("ddp", size, loaders=short())
-    for settings in ({"stage": 1}, {"stage": 0}):
-        strategy = ZeroOffloadStrategy(optimizer="host", gradients="host", **settings)
+    for stage in (1, 0):
+        strategy = ZeroOffloadStrategy(stage=stage, optimizer="host", gradients="host")
         assert_same(expected, fit(strategy, size, loaders=short()))
 
 
