@@ -46,12 +46,18 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How many seeds the tests of many schedules try."""
+    """How many seeds the tests of many schedules try, and how many placements each model meets."""
     parser.addoption(
         "--schedules",
         type=int,
         default=200,
         help="seeded chaos schedules of each test that tries many",
+    )
+    parser.addoption(
+        "--placements",
+        choices=("drawn", "all"),
+        default="drawn",
+        help="placements that each shape of the integration matrix meets: a share drawn with a fixed seed, or all",
     )
 
 
@@ -59,6 +65,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def schedules(request: pytest.FixtureRequest) -> int:
     """How many seeds a test of many schedules tries, in all its cases together."""
     return int(str(request.config.getoption("--schedules")))
+
+
+@pytest.fixture
+def every_placement(request: pytest.FixtureRequest) -> bool:
+    """Whether each shape meets every placement, in place of a share of them."""
+    return request.config.getoption("--placements") == "all"
 
 
 def pytest_configure(config: pytest.Config) -> None:
