@@ -292,7 +292,7 @@ def slabs_of_a_vocabulary(
                 ]
                 table = max(map(max, units))
                 layer = max((unit for unit in units if unit[0] < table), key=len)
-    return staging, table, layer, *results
+    return staging, table, layer, results[0], results[1]
 
 
 # The kernel's own counters ----------------------------------------------------------------------------------------------

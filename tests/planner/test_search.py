@@ -237,7 +237,8 @@ def test_small_moments_are_priced_by_their_bytes(dtype: str, moment: float) -> N
     model = {"model_type": "gpt2", "n_embd": 1024, "n_layer": 8, "n_head": 16}
     options: dict[str, Any] = {"hardware": "rtx-4090", "stage": 2, "gradients": "host"}
     options |= {"device_fraction": 0.0, "moment_dtype": dtype, "checkpointing": False}
-    for tier, more in (("host", {}), ("nvme", {"nvme_cache_bytes": 0})):
+    cases: list[tuple[str, dict[str, Any]]] = [("host", {}), ("nvme", {"nvme_cache_bytes": 0})]
+    for tier, more in cases:
         found = plan(model, **options, **more, optimizer=tier, nvme_size="1TB")
         assert found.best is not None
         psi = found.load.trainable

@@ -93,7 +93,7 @@ class Layers:
             id(p): number for number, layer in enumerate(self.modules) for p in layer.parameters()
         }
         self._tied = set(self._find_tied())
-        self._units: dict[tuple[int, int | None], list[int]] = {}
+        self._units: dict[tuple[int, int | None], dict[int, int]] = {}
 
     def divide(self, config: ZeroConfig) -> Division:
         """Find the runs under a config: equal layers with equal blocks."""
