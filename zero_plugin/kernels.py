@@ -363,7 +363,7 @@ class Kernels:
             places: int64 [num_segments, 4] on the CPU, where they are not fp32: for each segment a number of its parameter, the
                 segment's first element in that (a multiple of 16 for uint8), and the addresses of its exponents (else 0).
             sources: int64 [num_segments, 3] on the CPU: the addresses that master and states are read from, where they are not
-                updated in place; what lies there stays as it is. Not with `split`, nor with states kept as uint8.
+                updated in place; what lies there stays as it is. Not with `split`, nor with states below fp32.
 
         Raises:
             TypeError: a dtype is not one of those above.

@@ -263,8 +263,8 @@ void Kernels::update(const std::int64_t* segments, std::size_t num_segments, con
     throw std::invalid_argument("states below fp32 need a table of places");
   }
   options.apart = sources != nullptr;
-  if (options.apart && (options.split || options.moments == Moments::kBytes)) {
-    throw std::invalid_argument("split masters and states kept as bytes are updated in place only");
+  if (options.apart && (options.split || options.moments != Moments::kFloat32)) {
+    throw std::invalid_argument("split masters and states below fp32 are updated in place only");
   }
   const std::size_t state_size = size_of(options.moments);
   std::size_t numel = 0;

@@ -25,7 +25,7 @@ def hyper(steps: int = 3) -> Tensor:
 class Buffers:
     """Master, two states, gradient and output of one segment, each some elements into an allocation of its own."""
 
-    def __init__(self, numel: int, moments: torch.dtype, offset: int, seed: int) -> None:
+    def __init__(self, numel: int, offset: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def filled(dtype: torch.dtype) -> Tensor:
@@ -33,7 +33,7 @@ class Buffers:
             return whole[offset:]
 
         self.master = filled(torch.float32)
-        self.states = (filled(moments), filled(moments))
+        self.states = (filled(torch.float32), filled(torch.float32))
         self.gradient = filled(torch.float32)
         self.output = filled(torch.bfloat16)
 
@@ -57,7 +57,6 @@ class Buffers:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("output", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("numel", "offset"),
@@ -65,13 +64,12 @@ class Buffers:
     ids=["one", "odd", "lines", "later lines", "across lines"],
 )
 def test_apart_equals_in_place(
-    numel: int, offset: int, output: torch.dtype | None, moments: torch.dtype, isa: str
+    numel: int, offset: int, output: torch.dtype | None, isa: str
 ) -> None:
-    inside = Buffers(numel, moments, offset, 1)
-    old = Buffers(numel, moments, offset, 1)
-    new = Buffers(numel, moments, offset, 2)
+    inside = Buffers(numel, offset, 1)
+    old = Buffers(numel, offset, 1)
+    new = Buffers(numel, offset, 2)
     kept = old.read()
-    places = torch.tensor([[7, 0, 0, 0]], dtype=torch.int64)
     with Kernels(threads=2, isa=isa) as kernels:
 
         def update(table: Tensor, sources: Tensor | None) -> None:
@@ -83,8 +81,6 @@ def test_apart_equals_in_place(
                 output_dtype=output,
                 scale=0.5,
                 clip_value=None,
-                moment_dtype=moments,
-                places=places,
                 sources=sources,
             )
 
@@ -103,12 +99,13 @@ def test_apart_equals_in_place(
     [
         ({"split": True, "output_dtype": torch.bfloat16}, "updated in place only"),
         ({"moment_dtype": torch.uint8}, "updated in place only"),
+        ({"moment_dtype": torch.bfloat16}, "updated in place only"),
         ({"sources": torch.zeros(1, 2, dtype=torch.int64)}, r"sources has shape \[1, 2\]"),
         ({"sources": torch.zeros(1, 3, dtype=torch.int64)}, "old master pointer is null"),
     ],
 )
 def test_what_cannot_be_updated_apart_is_refused(changes: dict[str, Any], message: str) -> None:
-    one, two = (Buffers(33, torch.float32, 0, seed) for seed in (1, 2))
+    one, two = (Buffers(33, 0, seed) for seed in (1, 2))
     kept = two.read()
     settings: dict[str, Any] = {
         "gradient_dtype": torch.float32,

@@ -217,12 +217,12 @@ class Speculator:
         """Issue an update that reads the old states and writes those that are a block's now."""
         block = item.block
         apart = (
-            item.moments != "int8"
+            item.moments == "fp32"
             and all(len(each.positions) == len(block.parameters) for each in plan.blocks)
             and all(map(rule.writes_states, plan.hyper.tolist()))
         )
         if not apart:
-            # Groups of bytes, members without a gradient and states that a rule does not use now are updated or left where
+            # Small moments, members without a gradient and states that a rule does not use now are updated or left where
             # they are: bring them there.
             new = tuple(part for part in (item.master, *item.states) if part is not None)
             copied = self._lane.submit(
