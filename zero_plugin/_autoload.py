@@ -46,6 +46,9 @@ TARGETS = frozenset(
     }
 )
 
+PROGRAMS = frozenset({"accelerate.commands.estimate", "accelerate.commands.launch"})
+"""Targets that are also run by `python -m`, where Python runs their code under another name and imports nothing."""
+
 
 def autoload() -> None:
     """Called by torch at the end of its import; never raises."""
@@ -122,6 +125,8 @@ def watch_loader(spec: ModuleSpec) -> None:
     run = getattr(loader, "exec_module", None)
     if run is None:
         return
+    if spec.name in PROGRAMS:
+        run_imported(loader, spec.name)
 
     def exec_module(module: ModuleType) -> None:
         if (
@@ -130,6 +135,7 @@ def watch_loader(spec: ModuleSpec) -> None:
             run(module)
             return
         del loader.exec_module
+        vars(loader).pop("get_code", None)
         run(module)
         try_to_register(module)
 
@@ -137,6 +143,18 @@ def watch_loader(spec: ModuleSpec) -> None:
         loader.exec_module = exec_module
     except AttributeError as error:  # a loader with slots
         report(error)
+
+
+def run_imported(loader: Any, name: str) -> None:
+    """Have `python -m` import a program and call its `main`, so that it is entered as by every other way."""
+    plain = loader.get_code
+
+    def get_code(wanted: str) -> Any:
+        if wanted != name:
+            return plain(wanted)
+        return compile(f"from {name} import main\nmain()\n", f"<{name}>", "exec")
+
+    loader.get_code = get_code
 
 
 def is_running(module: ModuleType) -> bool:

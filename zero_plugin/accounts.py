@@ -140,8 +140,14 @@ class Accounts:
         return need
 
     def with_states(self, blocks: Sequence[Block]) -> list[tuple[Block, StateForm]]:
-        """Blocks in host memory with what is kept of their states."""
-        return self.formed([block for block in blocks if not block.on_device])
+        """Blocks whose updates may begin inside backward: in host memory, by a compiled rule; with what is kept of their states."""
+        return self.formed(
+            [
+                block
+                for block in blocks
+                if not block.on_device and self._states[block.optimizer].rule is not None
+            ]
+        )
 
     def formed(self, blocks: Sequence[Block]) -> list[tuple[Block, StateForm]]:
         """Blocks with what is kept of their states."""

@@ -251,6 +251,17 @@ def test_an_optimizer_without_a_compiled_rule_is_not_speculated() -> None:
         assert engine.speculation == {"taken": 0, "undone": 0}
 
 
+def test_an_optimizer_that_never_begins_early_takes_no_second_set() -> None:
+    """An optimizer without a compiled rule runs at the step; its blocks leave the room to those of others."""
+    model = make(TinyMLP)
+    with ZeroEngine(model, torch.optim.RAdam(model.parameters()), config(speculate=True)) as engine:
+        engine.backward(mlp_loss(model, 0))
+        assert engine._undo.nbytes == 0
+    with Watched() as one:
+        one.backward(0)
+        assert one.engine._undo.nbytes > 0
+
+
 def test_settings_that_contradict_speculation() -> None:
     for settings, words in (
         ({"optimizer": "device"}, "speculate=True needs optimizer='host'"),
