@@ -176,8 +176,10 @@ def compare_forms(numel: int, rounds: int, kernels: Kernels) -> Report:
     states = {moments: State(numel, moments) for moments in widths}
     second = State(numel)
     sides: dict[str, Callable[[], object]] = {
-        f"{moments} moments": our_step(kernels, state.segments(numel), moments, state.places())
-        for moments, state in states.items()
+        f"{state.moments} moments": our_step(
+            kernels, state.segments(numel), state.moments, state.places()
+        )
+        for state in states.values()
     }
     apart = "fp32, second set of states"
     sides[apart] = our_step(kernels, second.segments(numel), sources=states["fp32"].sources())

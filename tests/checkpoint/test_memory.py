@@ -27,13 +27,13 @@ STATES = 3 * 4 * SIDE * SIDE
 PIECE, AHEAD, SNAPSHOT, TILES = 1 << 20, 2 << 20, 8 << 20, 8 << 20
 """Sizes of the buffers here; the real ones are larger, as test_real_buffers_are_within_the_promise adds up."""
 
-SLACK = 6 << 20
+SLACK = 8 << 20
 """What threads, headers, the interpreter and the allocator take."""
 
 LIMITS = {
-    # What was read ahead, what is being written, summed and read, and a tile.
+    # What was read ahead, what is being written, summed and read, and a tile; a load has a tile, too.
     "save": AHEAD + 3 * PIECE + TILES // 4 + SLACK,
-    "load": 2 * PIECE + SLACK,
+    "load": 2 * PIECE + TILES // 4 + SLACK,
     "asynchronous save": SNAPSHOT + 3 * PIECE + TILES // 4 + SLACK,
     # A range put together, the same converted, and the pages of a mapped file since they were let go of.
     "import": 4 * PIECE + SLACK,
@@ -45,8 +45,7 @@ LIMITS = {
 
 def shrink() -> None:
     """Give every buffer of saves, loads and imports its size here."""
-    for module in (shardfile, pieces, foreign):
-        module.PIECE_BYTES = PIECE
+    shardfile.PIECE_BYTES = pieces.PIECE_BYTES = foreign.PIECE_BYTES = PIECE
     pieces.AHEAD_BYTES, pieces.SNAPSHOT_BYTES = AHEAD, SNAPSHOT
     source._RANGE = PIECE // 4
 

@@ -229,7 +229,7 @@ def test_norms_are_computed_for_whoever_asks(settings: dict[str, Any], tmp_path:
     plain = Run(update_in_backward=False, nonfinite="skip", overlap=False)
     with Run(**settings, **trace) as one, plain:
 
-        def norms(step: int) -> tuple[int, int, float | None]:
+        def norms(step: int) -> tuple[int, int, torch.Tensor | None]:
             """Passes over gradients in backward and until the step's end, and the norm where this step asks for it."""
             found = one.engine._resources.trace
             assert found is not None

@@ -97,7 +97,9 @@ def mappings_of(place: str | Path) -> list[tuple[int, int]]:
 def forget_mappings(mappings: Sequence[tuple[int, int]]) -> None:
     """Let go of the resident pages of mapped files that nobody has written to; they are read again when they are looked at."""
     advise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
-    for address, nbytes in mappings if advise is not None else ():
+    if advise is None:
+        return
+    for address, nbytes in mappings:
         advise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _DONT_NEED)
 
 
