@@ -36,7 +36,7 @@ def has_sanitizer(names: str, folder: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("names", ["address,undefined", "thread"])
 def test_native_test_is_clean(names, tmp_path):
     if COMPILER is None or cmake() is None:
@@ -55,7 +55,7 @@ def test_native_test_is_clean(names, tmp_path):
     configure += ["-DZERO_PLUGIN_PYTHON=OFF", "-DZERO_PLUGIN_TESTS=ON", "-DZERO_PLUGIN_WERROR=ON"]
     configure += [f"-DZERO_PLUGIN_SANITIZE={names}", f"-DCMAKE_CXX_COMPILER={COMPILER}"]
     for command in (configure, [str(cmake()), "--build", str(build), "--parallel", "2"]):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=480, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=700, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     options = {
         "ASAN_OPTIONS": "detect_leaks=1",
