@@ -67,11 +67,11 @@ class UndoMemory:
 
     def planned(self, blocks: Sequence[tuple[Block, StateForm]]) -> int:
         """Bytes that blocks, each with what is kept of it, would take together."""
-        return self._fitting(_sizes(_in_order(blocks)))[1]
+        return self._fitting(_sizes(blocks[::-1]))[1]
 
     def add_blocks(self, blocks: Sequence[tuple[Block, StateForm]]) -> None:
         """Reserve memory for new blocks as far as the limit allows, those whose gradients come first before the others."""
-        ordered = _in_order(blocks)
+        ordered = blocks[::-1]  # Gradients come in the reverse order of the forward.
         fitting, _ = self._fitting(_sizes(ordered))
         for number, (block, form) in enumerate(ordered):
             if number not in fitting:
@@ -121,11 +121,6 @@ class UndoMemory:
 def _strides(block: Block, form: StateForm) -> list[int]:
     """Bytes of each part of a block's states, up to where the next one may begin: a cache line, as for the states."""
     return [round_up(size, UNIT * 4) for size in form.sizes(block.chunk)]
-
-
-def _in_order(blocks: Sequence[tuple[Block, StateForm]]) -> list[tuple[Block, StateForm]]:
-    """Blocks that are updated in host memory; gradients come in the reverse order of the forward."""
-    return [item for item in reversed(blocks) if not item[0].on_device]
 
 
 def _sizes(blocks: Sequence[tuple[Block, StateForm]]) -> list[int]:
