@@ -125,8 +125,6 @@ def watch_loader(spec: ModuleSpec) -> None:
     run = getattr(loader, "exec_module", None)
     if run is None:
         return
-    if spec.name in PROGRAMS:
-        run_imported(loader, spec.name)
 
     def exec_module(module: ModuleType) -> None:
         if (
@@ -141,7 +139,9 @@ def watch_loader(spec: ModuleSpec) -> None:
 
     try:
         loader.exec_module = exec_module
-    except AttributeError as error:  # a loader with slots
+        if spec.name in PROGRAMS:
+            run_imported(loader, spec.name)
+    except AttributeError as error:  # a loader with slots, or one that gives no code
         report(error)
 
 
