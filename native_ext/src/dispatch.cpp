@@ -10,10 +10,12 @@ extern const KernelTable kTable;
 namespace baseline {
 extern const KernelTable kTable;
 }
-#if defined(__x86_64__)
+#if defined(ZP_WITH_AVX2)
 namespace avx2 {
 extern const KernelTable kTable;
 }
+#endif
+#if defined(ZP_WITH_AVX512)
 namespace avx512 {
 extern const KernelTable kTable;
 }
@@ -23,15 +25,20 @@ namespace {
 
 std::vector<const KernelTable*> available_tables() {
   std::vector<const KernelTable*> tables = {&scalar::kTable, &baseline::kTable};
-#if defined(__x86_64__)
+#if defined(ZP_WITH_AVX2) || defined(ZP_WITH_AVX512)
   __builtin_cpu_init();
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                        __builtin_cpu_supports("f16c");
+  [[maybe_unused]] const bool has_avx2 = __builtin_cpu_supports("avx2") &&
+                                         __builtin_cpu_supports("fma") &&
+                                         __builtin_cpu_supports("f16c");
+  [[maybe_unused]] const bool has_avx512 =
+      has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#endif
+#if defined(ZP_WITH_AVX2)
   if (has_avx2) tables.push_back(&avx2::kTable);
-  if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    tables.push_back(&avx512::kTable);
-  }
+#endif
+#if defined(ZP_WITH_AVX512)
+  if (has_avx512) tables.push_back(&avx512::kTable);
 #endif
   return tables;
 }
