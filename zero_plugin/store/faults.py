@@ -42,6 +42,18 @@ def reservation_fault(path: Path, *, wanted: int, free: int | None, code: int) -
     return error
 
 
+def clone_fault(path: Path, label: str, code: int) -> str:
+    """What to say of an extent whose blocks the system did not share."""
+    if code in (errno.ENOSPC, errno.EDQUOT):
+        cure = "free space there, and the next save's will be"
+    else:
+        cure = "nothing is lost by it, see `dmesg` if it goes on"
+    return (
+        f"the {label} in {path} could not be cloned for an asynchronous save: {error_name(code)}; they are read before the next "
+        f"step changes them, which waits for that ({cure})"
+    )
+
+
 def transfer_fault(path: Path, fault: tuple[int, bool, int, int, int, int]) -> StoreError:
     """The error for what the native engine reports: (file, write, offset, wanted, got, errno)."""
     _, write, offset, wanted, got, code = fault

@@ -55,6 +55,11 @@ class RunFolder:
         os.close(lock)
 
 
+def neighbours(folder: Path) -> int:
+    """Runs' folders beside one, itself included: ranks that share a file system."""
+    return max(1, sum(bool(_NAME.fullmatch(path.name)) for path in folder.parent.iterdir()))
+
+
 def remove_leftovers(parent: Path) -> list[Path]:
     """Removes the folders that killed runs of this user left in `parent`, and returns them."""
     removed: list[Path] = []

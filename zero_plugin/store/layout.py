@@ -103,6 +103,7 @@ class Extent:
         nbytes: bytes asked for.
         padded: `nbytes` rounded up to the store's alignment; all of them can be read and written.
         bases: where its part begins in each path's file.
+        first_file: the first path's file, by the engine's numbers.
     """
 
     number: int
@@ -110,6 +111,7 @@ class Extent:
     nbytes: int
     padded: int
     bases: tuple[int, ...]
+    first_file: int = 0
 
 
 def round_up(value: int, unit: int) -> int:

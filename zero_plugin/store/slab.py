@@ -70,6 +70,25 @@ class Slab:
         os.ftruncate(self._plain, size)
         self.size = size
 
+    def open_twin(self) -> int:
+        """A further file in the folder, opened alike, that has no name and ends with the last process that has it open.
+
+        Returns:
+            A descriptor, the caller's to close.
+
+        Raises:
+            OSError: the folder takes no more files.
+        """
+        path = self.path.with_name("clones")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self.direct else 0)
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            path.unlink()
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
     def free_bytes(self) -> int | None:
         """Bytes this user can still take on the file system; None where it does not say."""
         status = os.fstatvfs(self._plain)

@@ -19,6 +19,7 @@ import torch
 from zero_plugin.errors import BudgetError, ConfigError, EngineStateError, StoreError
 from zero_plugin.kernels import _native
 from zero_plugin.runtime.memory import allocate_host, page_aligned
+from zero_plugin.store.clones import FULL, Clones
 from zero_plugin.store.faults import checksum_fault, transfer_fault
 from zero_plugin.store.folder import RunFolder
 from zero_plugin.store.layout import Extent, Stripes, round_up, weights_for
@@ -50,6 +51,7 @@ class PathDescription:
         read_mb: MB/s measured at the start; None where there was no space for it.
         write_mb: the same for writing.
         weight: its share of every extent, in units.
+        clones: whether the file system shares blocks between files, so that a save need not read before the next step writes.
     """
 
     path: Path
@@ -60,6 +62,7 @@ class PathDescription:
     read_mb: float | None
     write_mb: float | None
     weight: int
+    clones: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +89,8 @@ class StoreDescription:
         """One line for the log."""
         paths = "; ".join(
             f"{path.path} ({path.file_system}, {'direct' if path.direct else 'through the page cache'}, "
-            f"{_rate(path.read_mb)} read, {_rate(path.write_mb)} written, share {path.weight})"
+            f"{_rate(path.read_mb)} read, {_rate(path.write_mb)} written, share {path.weight}"
+            f"{', cloned by asynchronous saves' if path.clones else ''})"
             for path in self.paths
         )
         return f"NVMe tier: {self.engine} engine ({self.reason}), {paths}"
@@ -103,6 +107,7 @@ class _Parts:
     process: int = field(default_factory=os.getpid)
     engine: _native.IoEngine | None = None
     slabs: list[Slab] = field(default_factory=list[Slab])
+    clones: Clones | None = None
     folders: list[RunFolder] = field(default_factory=list[RunFolder])
 
     def close(self) -> None:
@@ -112,6 +117,8 @@ class _Parts:
         engine, self.engine = self.engine, None
         if engine is not None:
             engine.close()
+        if self.clones is not None:
+            self.clones.close()
         while self.slabs:
             self.slabs.pop().close()
         while self.folders:
@@ -209,7 +216,7 @@ class NvmeStore:
                     f"{label!r} needs {padded:,} bytes of the NVMe tier beside {self._reserved:,} in use, and "
                     f"nvme_limit={self._limit:,}: raise it, or place less on 'nvme'"
                 )
-            bases = self._grow(self._stripes.sizes(padded))
+            bases = self._grow(self._sizes(padded))
             extent = Extent(
                 number=self._extents, label=label, nbytes=nbytes, padded=padded, bases=bases
             )
@@ -253,6 +260,40 @@ class NvmeStore:
         """
         self._move(extent, offset, source, write=True)
 
+    def begin_clones(self, extents: Sequence[Extent]) -> bool:
+        """Whether `clone` can be asked for some extents: the file systems do it, and have room for what is written meanwhile."""
+        self._opened()
+        sizes = [self._sizes(extent.padded) for extent in extents]
+        return self._clones.has_room([sum(each) for each in zip(*sizes, strict=True)])
+
+    def clone(self, extent: Extent) -> bool:
+        """Hold what an extent has now, without a copy, until `drop_clones`; what is written to it goes elsewhere meanwhile.
+
+        No write to it may run. A write that then finds the disk full waits for `drop_clones`.
+
+        Returns:
+            False where the system refuses; the log then says why.
+        """
+        with self._lock:
+            self._opened()
+            number, self._extents = self._extents, self._extents + 1
+        sums = None if self._sums is None else self._sums[extent.number].clone()
+        if self._clones.take(extent, number, self._sizes(extent.padded)) is None:
+            return False
+        if self._sums is not None and sums is not None:
+            self._sums[number] = sums
+        return True
+
+    def clone_of(self, extent: Extent) -> Extent:
+        """What was held of an extent, to read; itself where nothing was."""
+        return self._clones.of(extent)
+
+    def drop_clones(self) -> None:
+        """Give the space of all clones back; nobody may be reading them. Idempotent."""
+        for clone in self._clones.drop():
+            if self._sums is not None:
+                self._sums.pop(clone.number, None)
+
     def describe(self) -> StoreDescription:
         """Which engine and which paths, and how fast they were found to be."""
         return self._description
@@ -280,8 +321,11 @@ class NvmeStore:
         native = parts.engine = _make_engine(engine, queue_depth, block_bytes)
         self._alignment = max(slab.alignment for slab in parts.slabs)
         self._memory_alignment = max(slab.memory_alignment for slab in parts.slabs)
-        for slab in parts.slabs:
-            native.add_file(slab.descriptor, self._alignment if slab.direct else 1)
+        self._clones = parts.clones = Clones(parts.slabs, self._alignment)
+        # Known from the start: a ring's files are registered anew when one is added.
+        files = [slab.descriptor for slab in parts.slabs] + self._clones.descriptors
+        for descriptor, slab in zip(files, parts.slabs * 2, strict=False):
+            native.add_file(descriptor, self._alignment if slab.direct else 1)
         measured = [self._measure(file) for file in range(len(parts.slabs))]
         speeds = [None if pair is None else 2 / (1 / pair[0] + 1 / pair[1]) for pair in measured]
         unit = round_up(block_bytes, self._alignment)
@@ -302,6 +346,7 @@ class NvmeStore:
                     read_mb=None if pair is None else pair[0] / 1e6,
                     write_mb=None if pair is None else pair[1] / 1e6,
                     weight=weight,
+                    clones=not self._clones.refusal,
                 )
                 for folder, slab, pair, weight in zip(
                     parts.folders, parts.slabs, measured, self._stripes.weights, strict=True
@@ -346,13 +391,16 @@ class NvmeStore:
         before = [slab.size for slab in self._parts.slabs]
         try:
             return tuple(
-                slab.grow(round_up(size, self._alignment))
-                for slab, size in zip(self._parts.slabs, sizes, strict=True)
+                slab.grow(size) for slab, size in zip(self._parts.slabs, sizes, strict=True)
             )
         except StoreError:
             for slab, size in zip(self._parts.slabs, before, strict=True):
                 slab.shrink(size)
             raise
+
+    def _sizes(self, padded: int) -> tuple[int, ...]:
+        """Bytes that an extent of a size takes of each path's file."""
+        return tuple(round_up(size, self._alignment) for size in self._stripes.sizes(padded))
 
     # ------------------------------------------------------------------ moving
 
@@ -433,7 +481,7 @@ class NvmeStore:
             [
                 (
                     write,
-                    span.path,
+                    extent.first_file + span.path,
                     extent.bases[span.path] + span.position,
                     address + span.start - offset,
                     span.nbytes,
@@ -449,9 +497,16 @@ class NvmeStore:
             self._ledger.add("nvme_write" if write else "nvme_read", nbytes)
 
     def _transfer(self, requests: list[tuple[bool, int, int, int, int]]) -> None:
-        fault = self._opened().transfer(requests)
+        engine, slabs = self._opened(), self._parts.slabs
+        fault = engine.transfer(requests)
+        if fault is None:
+            return
+        path = slabs[fault[0] % len(slabs)].path
+        # Space for it was reserved; a clone shares that. All is written again, to where it lies then.
+        if fault[1] and fault[5] in FULL and self._clones.wait_for_space(path):
+            fault = engine.transfer(requests)
         if fault is not None:
-            raise transfer_fault(self._parts.slabs[fault[0]].path, fault)
+            raise transfer_fault(path, fault)
 
     def _sums_of(self, extent: Extent, offset: int) -> int:
         """Address of the checksum of the block at `offset`; 0 for none."""
