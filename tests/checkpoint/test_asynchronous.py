@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -11,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from support.checkpoints import Case, build, rows, state_of, train
+from support.checkpoints import Case, build, content_of, rows, state_of, train
 from support.models import OddMLP, make
 from support.ranks import run_ranks
 from support.training import PRELOAD, adamw, assert_same_bits, config
@@ -127,13 +125,6 @@ def train_half(model: Any, engine: ZeroEngine, steps: range) -> None:
         engine.backward(model(rows(step, 0, 1).bfloat16()).square().mean())
         engine.step()
         engine.zero_grad()
-
-
-def content_of(place: Path) -> tuple[dict[str, torch.Tensor], Any]:
-    """Tensors and index of a checkpoint of one rank, but for what differs from save to save."""
-    (file,) = place.glob("*.safetensors")
-    index = json.loads((place / "index.json").read_text())
-    return load_file(file), {key: index[key] for key in ("parameters", "optimizers", "pending")}
 
 
 @pytest.mark.parametrize("form", BESIDE)

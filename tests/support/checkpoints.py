@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from support.models import OddMLP, make
@@ -98,3 +100,10 @@ def state_of(engine: ZeroEngine) -> dict[str, Any]:
             engine.optimizer_state_dict(item, rank0_only=True) for item in engine.optimizers
         ],
     }
+
+
+def content_of(place: Path) -> tuple[dict[str, Tensor], Any]:
+    """Tensors and index of a checkpoint of one rank, but for what differs from save to save."""
+    (file,) = place.glob("*.safetensors")
+    index = json.loads((place / "index.json").read_text())
+    return load_file(file), {key: index[key] for key in ("parameters", "optimizers", "pending")}

@@ -12,7 +12,7 @@ import torch
 
 from zero_plugin.checkpoint import folder
 from zero_plugin.checkpoint.agreement import agree
-from zero_plugin.checkpoint.capture import capture
+from zero_plugin.checkpoint.capture import Capture, capture
 from zero_plugin.checkpoint.folder import PartialFolder
 from zero_plugin.checkpoint.loading import DelayedUpdate, Load
 from zero_plugin.checkpoint.saving import Save
@@ -23,6 +23,7 @@ from zero_plugin.runtime.backend import Backend, Lane, Ticket
 from zero_plugin.runtime.operations import Snapshot
 from zero_plugin.sharding.control import Control
 from zero_plugin.sharding.hooks import untraced
+from zero_plugin.store.store import NvmeStore
 
 
 class Checkpoints:
@@ -89,7 +90,8 @@ class Checkpoints:
                 if asynchronous:
                     self._running = save
                     lane = self._backend.lane("checkpoint", "host")
-                    save.start(found, lane, partial(self._read_states, lane))
+                    store = self._store_that_clones(found)
+                    save.start(found, lane, partial(self._read_states, lane), store)
                     return
                 save.write(found)
             save.finish()
@@ -192,6 +194,12 @@ class Checkpoints:
                 states.swap.forget_cache()
         if not beside:
             self._backend.drain()
+
+    def _store_that_clones(self, found: Capture) -> NvmeStore | None:
+        """The files, where states in them can be held still while they are read, at no cost."""
+        store = self._holdings.store
+        extents = [item.extent for item in found.blocks if item.extent is not None]
+        return store if store is not None and extents and store.begin_clones(extents) else None
 
     def _read_states(self, lane: Lane, item: BlockParts, operation: Snapshot) -> Ticket[None]:
         return self._delayed.read_states(item.block, lane, operation, item.after)

@@ -19,6 +19,7 @@ from zero_plugin.checkpoint.capture import Capture
 from zero_plugin.checkpoint.folder import PartialFolder
 from zero_plugin.checkpoint.format import INDEX, file_name, seal_index
 from zero_plugin.checkpoint.index import RANK_VALUES, complete
+from zero_plugin.checkpoint.later import LaterReads
 from zero_plugin.checkpoint.pieces import Pieces
 from zero_plugin.checkpoint.progress import shown
 from zero_plugin.checkpoint.shardfile import Written, header_of, read_header, write_file
@@ -27,6 +28,7 @@ from zero_plugin.errors import LaneError
 from zero_plugin.runtime.backend import Lane, Ticket
 from zero_plugin.runtime.operations import Snapshot
 from zero_plugin.sharding.control import Control
+from zero_plugin.store.store import NvmeStore
 
 OrderedRead = Callable[[BlockParts, Snapshot], Ticket[None]]
 """Has a lane read a block's states between its last update and its next one."""
@@ -34,10 +36,11 @@ OrderedRead = Callable[[BlockParts, Snapshot], Ticket[None]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Taker:
-    """Copies the states of one block; an error is the save's and not the lane's."""
+    """Copies the states of one block, or has them held still; an error is the save's and not the lane's."""
 
     item: BlockParts
     pieces: Pieces
+    later: LaterReads | None
 
     @property
     def reads(self) -> tuple[Tensor, ...]:
@@ -46,8 +49,13 @@ class _Taker:
 
     def take(self) -> None:
         """Copy them."""
+        extent, parts = self.item.extent, self.item.parts
         try:
-            self.pieces.read(self.item.parts)
+            if self.later is not None:
+                if extent is not None and self.later.put(extent, parts):
+                    return
+                self.later.settle()
+            self.pieces.read(parts)
         except BaseException as error:  # noqa: BLE001 - handed to the thread that writes
             self.pieces.end(error)
 
@@ -56,6 +64,7 @@ class _Taker:
 class _Last:
     """Follows the last block: says that all are copied, or that an update failed and its block's states are undefined."""
 
+    end: Callable[[], None]
     pieces: Pieces
     taken: list[Ticket[None]]
     captured: threading.Event
@@ -69,7 +78,7 @@ class _Last:
         except LaneError as error:
             self.pieces.end(error)
         else:
-            self.pieces.end()
+            self.end()
         finally:
             self.captured.set()
 
@@ -102,10 +111,11 @@ class Save:
         self._content: Mapping[str, Any] = {}
         self._written: Written | None = None
         self._thread: threading.Thread | None = None
+        self._later: LaterReads | None = None
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self.captured = threading.Event()
-        """Set when nothing of the states is read any more."""
+        """Set when what is read of the states no longer changes with them."""
 
     @property
     def doing(self) -> str:
@@ -143,24 +153,29 @@ class Save:
         self.captured.set()
         self._ended.set()
 
-    def start(self, capture: Capture, lane: Lane, read: OrderedRead) -> None:
+    def start(
+        self, capture: Capture, lane: Lane, read: OrderedRead, store: NvmeStore | None
+    ) -> None:
         """Write this rank's file on a thread; returns when what user code may change is copied.
 
         Args:
             capture: what is saved.
             lane: a host lane, which copies the rest.
             read: puts a copy of a block's states into it, in the order of updates.
+            store: holds states in files still while they are read; None where that cannot be done.
         """
         pieces = Pieces(self._ended, copied=True)
         self._thread = threading.Thread(
             target=self._take, args=(capture, pieces), name="checkpoint", daemon=True
         )
         self._thread.start()
+        later = None if store is None else LaterReads(pieces, store, self._ended)
+        self._later = later
         taken: list[Ticket[None]] = []
         try:
             pieces.read(capture.volatile)
             for item in capture.blocks:
-                taker = _Taker(item=item, pieces=pieces)
+                taker = _Taker(item=item, pieces=pieces, later=later)
                 taken.append(read(item, Snapshot(taker=taker, label=f"save {item.block.name}")))
         except BaseException as error:
             pieces.end(error)
@@ -168,14 +183,14 @@ class Save:
             if not isinstance(error, Exception):
                 raise
             return
-        last = _Last(pieces=pieces, taken=taken, captured=self.captured)
+        end = pieces.end if later is None else later.end
+        last = _Last(end=end, pieces=pieces, taken=taken, captured=self.captured)
         lane.submit(Snapshot(taker=last, label="end of a save"))
 
     def abandon(self) -> None:
         """Drop the save; what was there before is there still."""
         self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._join()
         self.discard()
 
     def finish(self) -> None:
@@ -184,8 +199,7 @@ class Save:
         Raises:
             CheckpointError: a rank failed; what was there before is there still.
         """
-        if self._thread is not None:
-            self._thread.join()
+        self._join()
         try:
             agree(self._control, self._error, self.doing)
             written = self._written or Written(nbytes=0, checksum=0)
@@ -210,6 +224,12 @@ class Save:
             self._partial.discard()
 
     # Inside ------------------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        if self._later is not None:
+            self._later.join()
 
     def _read(self, capture: Capture, pieces: Pieces) -> None:
         """Read everything, on a thread of its own."""

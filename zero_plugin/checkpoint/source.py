@@ -31,7 +31,7 @@ from zero_plugin.sharding.parameters import FROZEN, RESIDENT
 from zero_plugin.sharding.partition import Block
 from zero_plugin.sharding.roster import Roster
 from zero_plugin.sharding.sharded import ShardedModel
-from zero_plugin.store.layout import round_up
+from zero_plugin.store.layout import Extent, round_up
 from zero_plugin.store.store import NvmeStore
 
 if TYPE_CHECKING:
@@ -363,7 +363,7 @@ class Holdings:
         if self.store is None:
             raise EngineStateError(f"the states of {tile.block.name} were asked of a closed engine")
         region = held.room(tile.nbytes)
-        self.store.read(tile.extent, tile.offset, region)
+        self.store.read(self.store.clone_of(tile.extent), tile.offset, region)
         return tile.parts(region)
 
 
@@ -405,21 +405,26 @@ class BlockParts:
         parts: its slices of masters and states.
         reads: the tensors that they are read from, where they lie in memory.
         after: what must have ended before they are read, beside the block's last update.
+        extent: the file space that they are read from, where they lie in files.
     """
 
     block: Block
     parts: list[Part]
     reads: tuple[Tensor, ...]
     after: tuple[Ticket[Any], ...]
+    extent: Extent | None = None
 
 
 def _block_parts_of(states: OptimizerStates, item: BlockStates, parts: list[Part]) -> BlockParts:
     own = () if item.master is None else (item.master,)
+    # All tiles of a block are in one extent; a rank may have none.
+    tiles = () if states.swap is None else states.swap.tiles(item.block)
     return BlockParts(
         block=item.block,
         parts=parts,
         reads=(*own, *item.states),
         after=() if states.swap is None else states.swap.written(item.block),
+        extent=tiles[0].extent if tiles else None,
     )
 
 
