@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,66 @@ def test_a_place_that_is_full_lets_the_clones_go(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("held_back", [False, True])
+def test_a_full_disk_makes_steps_wait_and_fails_nothing(
+    held_back: bool,
+    tmp_path: Path,
+    held: Held,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Also where, as on btrfs, every write needs new space: a write of the step before then waits for half a save."""
+    model, engine = build_half(tmp_path, {"stage": 2})
+    train_half(model, engine, range(3))
+    engine.save_checkpoint(tmp_path / "then")
+    store = engine._resources.store
+    assert store is not None
+    native = store._parts.engine
+    assert native is not None
+    refused = [0]
+
+    class Full:
+        def transfer(self, requests: Any) -> Any:
+            write, file, offset, _, nbytes = requests[0]
+            if write and store._clones._held:
+                refused[0] += 1
+                return (file, True, offset, nbytes, 0, errno.ENOSPC)
+            return native.transfer(requests)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(native, name)
+
+    monkeypatch.setattr(store._parts, "engine", Full())
+    if held_back:
+        # Of the step before, the last blocks are written after the first ones are cloned.
+        write = NvmeStore.write
+
+        def late(store: NvmeStore, extent: Extent, offset: int, source: Tensor) -> None:
+            time.sleep(0.05)
+            write(store, extent, offset, source)
+
+        monkeypatch.setattr(NvmeStore, "write", late)
+        engine.load_checkpoint(tmp_path / "then")
+        train_half(model, engine, range(3, 4))
+    wanted = None if held_back else state_of(engine)
+    with caplog.at_level(logging.WARNING, logger="zero_plugin"):
+        engine.save_checkpoint(tmp_path / "beside", asynchronous=True)
+        train_half(model, engine, range(4, 6))
+        engine.drain()
+    assert refused[0] > 0
+    assert "is full: a step's write waits" in caplog.text
+    later = state_of(engine)
+    engine.load_checkpoint(tmp_path / "then" if held_back else tmp_path / "beside")
+    if held_back:
+        train_half(model, engine, range(3, 4))
+        wanted = state_of(engine)
+        engine.load_checkpoint(tmp_path / "beside")
+    assert_same_bits(state_of(engine), wanted)
+    train_half(model, engine, range(4, 6))
+    assert_same_bits(state_of(engine), later)
+    engine.close()
+
+
 def test_an_exception_drops_it_with_its_clones(tmp_path: Path, held: Held) -> None:
     model, engine = build_half(tmp_path, {"stage": 2})
     train_half(model, engine, range(2))
@@ -283,6 +344,8 @@ def test_nothing_is_held_after_the_end() -> None:
     taken: list[str] = []
 
     class Files:
+        wants_space = False
+
         def clone(self, extent: Extent) -> bool:
             del extent
             taken.append("clone")

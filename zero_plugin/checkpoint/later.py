@@ -19,6 +19,11 @@ class HoldsStill(Protocol):
         """Hold what an extent has now; False where the system refuses."""
         ...
 
+    @property
+    def wants_space(self) -> bool:
+        """Whether a write waits for `drop_clones`."""
+        ...
+
     def drop_clones(self) -> None:
         """Let go of all that is held."""
         ...
@@ -102,4 +107,8 @@ class LaterReads:
         while not self._ended.is_set():
             with suppress(queue.Empty):
                 return self._line.get(timeout=0.1)
+            with self._holding:
+                # All that is held has been read. What is to be held next may come after the very write that waits.
+                if self._line.empty() and self._store.wants_space:
+                    self._store.drop_clones()
         return None

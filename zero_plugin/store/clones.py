@@ -61,6 +61,8 @@ class Clones:
         self._dropped = threading.Event()
         self._dropped.set()
         self._used = False
+        self._waiting = 0
+        self._count = threading.Lock()
         self.descriptors: list[int] = []
         self.refusal = ""
         for slab in slabs:
@@ -135,6 +137,11 @@ class Clones:
         self._dropped.set()
         return held
 
+    @property
+    def wanted(self) -> bool:
+        """Whether a write waits for the space of what is held."""
+        return self._waiting > 0
+
     def wait_for_space(self, path: object) -> bool:
         """A write found the disk full: wait until nothing is held; False where nothing has been."""
         if not self._used:
@@ -145,7 +152,13 @@ class Clones:
                 "or save less often",
                 path,
             )
-        self._dropped.wait()
+        with self._count:
+            self._waiting += 1
+        try:
+            self._dropped.wait()
+        finally:
+            with self._count:
+                self._waiting -= 1
         return True
 
     def close(self) -> None:

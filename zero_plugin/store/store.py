@@ -288,6 +288,11 @@ class NvmeStore:
         """What was held of an extent, to read; itself where nothing was."""
         return self._clones.of(extent)
 
+    @property
+    def wants_space(self) -> bool:
+        """Whether a write waits for `drop_clones`."""
+        return self._clones.wanted
+
     def drop_clones(self) -> None:
         """Give the space of all clones back; nobody may be reading them. Idempotent."""
         for clone in self._clones.drop():
