@@ -131,6 +131,42 @@ class ZeroAccelerator(Base):
         with nullcontext() if engine is None else engine.no_sync():
             yield
 
+    @contextmanager
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> Generator[None]:
+        """For a loop in which all ranks have as many batches; there is nothing to join then.
+
+        Args:
+            joinables: the prepared models, which are not looked at.
+            even_batches: whether data loaders give all ranks as many batches inside; None: as they were made.
+
+        Raises:
+            ConfigError: ranks may run out of batches at different times. An engine's steps are all ranks' together, and none can
+                stand in for one that has left.
+        """
+        del joinables
+        samplers = [
+            sampler
+            for loader in self._dataloaders
+            if hasattr(sampler := getattr(loader, "batch_sampler", None), "even_batches")
+        ]
+        even = even_batches if even_batches is not None else self.even_batches
+        if self.num_processes > 1 and not even:
+            raise ConfigError(
+                f"join_uneven_inputs on {self.num_processes} ranks with even_batches={even}: every rank has to take the same steps, "
+                "since each holds a part of the optimizer's states. Leave even_batches at True (the last batches are then filled "
+                "from the first ones), or give all ranks the same number of batches"
+            )
+        before = [sampler.even_batches for sampler in samplers]
+        try:
+            for sampler in samplers:
+                sampler.even_batches = even
+            yield
+        finally:
+            for sampler, value in zip(samplers, before, strict=True):
+                sampler.even_batches = value
+
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Nothing: clipping and steps see unscaled gradients."""
 

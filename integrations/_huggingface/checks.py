@@ -22,6 +22,7 @@ _METHODS: Mapping[str, tuple[str, ...]] = {
     "prepare_optimizer": ("optimizer", "device_placement"),
     "backward": ("loss",),
     "no_sync": ("model",),
+    "join_uneven_inputs": ("joinables", "even_batches"),
     "unscale_gradients": ("optimizer",),
     "clip_grad_norm_": ("parameters", "max_norm", "norm_type"),
     "clip_grad_value_": ("parameters", "clip_value"),
@@ -34,11 +35,13 @@ _METHODS: Mapping[str, tuple[str, ...]] = {
 }
 # What an instance has that we read or change.
 _ATTRIBUTES = (
+    "_dataloaders",
     "_models",
     "_optimizers",
     "_save_model_state_pre_hook",
     "ddp_handler",
     "distributed_type",
+    "even_batches",
     "fp8_enabled",
     "is_main_process",
     "num_processes",
