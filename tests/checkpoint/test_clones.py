@@ -274,13 +274,15 @@ def test_a_full_disk_makes_steps_wait_and_fails_nothing(
     assert store is not None
     native = store._parts.engine
     assert native is not None
-    refused = [0]
+    refused = threading.Event()
 
     class Full:
         def transfer(self, requests: Any) -> Any:
             write, file, offset, _, nbytes = requests[0]
             if write and store._clones._held:
-                refused[0] += 1
+                # Only now is read what is held.
+                refused.set()
+                held.reads.set()
                 return (file, True, offset, nbytes, 0, errno.ENOSPC)
             return native.transfer(requests)
 
@@ -300,11 +302,14 @@ def test_a_full_disk_makes_steps_wait_and_fails_nothing(
         engine.load_checkpoint(tmp_path / "then")
         train_half(model, engine, range(3, 4))
     wanted = None if held_back else state_of(engine)
+    held.reads.clear()
     with caplog.at_level(logging.WARNING, logger="zero_plugin"):
         engine.save_checkpoint(tmp_path / "beside", asynchronous=True)
+        if held_back:
+            assert refused.wait(10)
         train_half(model, engine, range(4, 6))
         engine.drain()
-    assert refused[0] > 0
+    assert refused.is_set()
     assert "is full: a step's write waits" in caplog.text
     later = state_of(engine)
     engine.load_checkpoint(tmp_path / "then" if held_back else tmp_path / "beside")
