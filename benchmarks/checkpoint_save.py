@@ -1,13 +1,16 @@
 """A save against plain writes of the same bytes, and training steps with an asynchronous save beside them.
 
-Two tables, each for optimizer states in host memory and in files:
+Two tables, each for optimizer states in host memory and in files, and a third where the folder can clone (XFS, btrfs):
 
 - save: `save_checkpoint`, checksums and all, against writing as many bytes with plain 16 MiB writes and one fsync, in the same
   folder, in turn. The aim is 1.1. States in files are read from the disk that is written to: what reading alone takes is shown, and
   the ratio to both, one after the other;
 - beside: an asynchronous save and the steps until it has ended, against as many steps without one. The aim is 1.05. As in
   `overlap_step.py` the device only sleeps, and the update is the real one. A step's sleep is `--pace` times the plain
-  write, so that the disk keeps up. "Call" is the part of it before the call returns.
+  write, so that the disk keeps up. "Call" is the part of it before the call returns;
+- clones: the same for states in files, which are cloned or read before the next update, in turn on one engine; with a device that
+  takes no time, and with the sleep of the table before. "First update" is from the call to the end of the next step's update;
+  "alone" is a step's without a save.
 
     python benchmarks/checkpoint_save.py --numel 32e6 --folder /mnt/disk
 """
@@ -36,11 +39,13 @@ from overlap_step import Block, Pace
 
 from zero_plugin import ZeroConfig, ZeroEngine
 from zero_plugin.checkpoint.shardfile import pieces_of
+from zero_plugin.store.clones import Clones
 
 BLOCKS = 8
 WRITE_BYTES = 16 << 20
 SAVE, PLAIN, READ = "save", "plain writes", "reading alone"
 TIERS = ("host", "nvme")
+CLONED, READ_FIRST, ALONE = "cloned", "read first", "alone"
 
 
 class Side:
@@ -96,13 +101,37 @@ class Side:
             for _ in pieces_of(item.parts):
                 pass
 
-    def steps_beside(self, *, save: bool, steps: int = 0) -> tuple[float, float, int]:
-        """Seconds of some steps, or of those that a save takes; seconds of the call, and the number of steps."""
+    def settle(self) -> None:
+        """As `clear`, and the last step's update has begun just now."""
         self.clear()
         forward, backward = self.pace.forward, self.pace.backward
         self.pace.forward = self.pace.backward = 0.0
         self.step()
         self.pace.forward, self.pace.backward = forward, backward
+
+    def first_update(self, how: str) -> tuple[float, float]:
+        """Seconds from the call of a save, or without one, to the end of the next step's update, and to the end of the save."""
+        room = Clones.has_room
+        self.settle()
+        self.engine.wait_for_update()
+        os.sync()
+        start = time.perf_counter()
+        try:
+            if how == READ_FIRST:
+                Clones.has_room = lambda *_: False
+            if how != ALONE:
+                self.engine.save_checkpoint(self.place, asynchronous=True)
+        finally:
+            Clones.has_room = room
+        self.step()
+        self.engine.wait_for_update()
+        updated = time.perf_counter() - start
+        self.engine.drain()
+        return updated, time.perf_counter() - start
+
+    def steps_beside(self, *, save: bool, steps: int = 0) -> tuple[float, float, int]:
+        """Seconds of some steps, or of those that a save takes; seconds of the call, and the number of steps."""
+        self.settle()
         start, count = time.perf_counter(), 0
         if save:
             self.engine.save_checkpoint(self.place, asynchronous=True)
@@ -200,19 +229,51 @@ def compare_steps(side: Side, tier: str, rounds: int) -> list[Any]:
     ]
 
 
+def compare_clones(side: Side, rounds: int) -> list[list[Any]]:
+    """The third table's rows."""
+    rows: list[list[Any]] = []
+    sleeping = side.pace.forward
+    for sleep in (0.0, sleeping):
+        side.pace.forward = side.pace.backward = sleep
+        ways = (CLONED, READ_FIRST, ALONE)
+        updated: dict[str, list[float]] = {how: [] for how in ways}
+        ended: dict[str, list[float]] = {how: [] for how in ways}
+        for turn in range(rounds + 1):
+            for how in ways:
+                time.sleep(SETTLE_SECONDS)
+                first, end = side.first_update(how)
+                if turn:
+                    updated[how].append(first)
+                    ended[how].append(end)
+        rows.append(
+            [
+                2 * BLOCKS * sleep,
+                *(statistics.median(updated[how]) for how in ways),
+                median_ratio(updated[CLONED], updated[ALONE]),
+                median_ratio(updated[READ_FIRST], updated[ALONE]),
+                *(statistics.median(ended[how]) for how in (CLONED, READ_FIRST)),
+            ]
+        )
+    return rows
+
+
 def compare(args: argparse.Namespace) -> list[Report]:
-    """Both tables."""
+    """The tables."""
     content = memoryview(os.urandom(WRITE_BYTES))
     saves: list[list[Any]] = []
     beside: list[list[Any]] = []
+    clones: list[list[Any]] = []
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="zero-plugin-bench-") as folder:
-        for tier in TIERS:
+        for tier in args.tiers:
             side = Side(tier, args.numel, Path(folder))
             try:
                 saves.append(compare_saves(side, tier, args.rounds, content))
                 side.pace.forward *= args.pace
                 side.pace.backward *= args.pace
                 beside.append(compare_steps(side, tier, max(1, args.rounds // 2)))
+                store = side.engine._checkpoints._holdings.store
+                if store is not None and store.describe().paths[0].clones:
+                    clones = compare_clones(side, args.rounds)
             finally:
                 side.engine.close()
     settings = {
@@ -220,7 +281,7 @@ def compare(args: argparse.Namespace) -> list[Report]:
         "rounds": args.rounds,
         "load": round(machine()["load"], 1),
     }
-    return [
+    reports = [
         Report(
             benchmark="a save against plain writes",
             settings=settings,
@@ -244,6 +305,23 @@ def compare(args: argparse.Namespace) -> list[Report]:
             rows=beside,
         ),
     ]
+    if clones:
+        reports.append(
+            Report(
+                benchmark="the first update beside a save of states in files",
+                settings=settings,
+                columns=(
+                    "sleep",
+                    *(CLONED, READ_FIRST, ALONE),
+                    "cloned / alone",
+                    "read / alone",
+                    "saved, cloned",
+                    "saved, read",
+                ),
+                rows=clones,
+            )
+        )
+    return reports
 
 
 def main() -> None:
@@ -252,6 +330,9 @@ def main() -> None:
     )
     parser.add_argument("--numel", type=float, default=32e6, help="parameters, bf16")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument(
+        "--tiers", nargs="+", choices=TIERS, default=list(TIERS), help="where the states lie"
+    )
     parser.add_argument("--pace", type=float, default=3.0, help="sleep of a step / plain write")
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure")
     parser.add_argument("--json", type=Path, default=None, help="file to write the results to")

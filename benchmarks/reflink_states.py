@@ -1,4 +1,4 @@
-"""What a file of states costs its owner once a save has shared its blocks (`FICLONE`: XFS, btrfs), against reading it.
+"""What a file of states costs its owner once a save has shared its blocks (`FICLONE`: XFS, btrfs), against reading or copying it.
 
 A step reads the file tile by tile with direct I/O, and writes each tile back in its place. Measured in turn, on the same file:
 
@@ -6,7 +6,12 @@ A step reads the file tile by tile with direct I/O, and writes each tile back in
 - share: the clone itself;
 - step after: the first pass over it afterwards, each of whose writes the file system puts elsewhere;
 - later steps: one more pass, with the clone removed;
-- read: reading the file once, which is what a save does today before the next step may write.
+- read: reading the file once, which is what a save does elsewhere before the next step may write;
+- copy: copying it inside the system instead (`copy_file_range`), as far as the page cache;
+- read the copy: through the page cache, as the save would then have to;
+- write out: what of the copy is not on the disk yet, which the disk does beside the next steps.
+
+Where the file system shares no blocks (ext4), "share" and the acts after it until "read" are left out.
 
     python benchmarks/reflink_states.py --folder /mnt/xfs --size 1e9
 """
@@ -31,7 +36,8 @@ from _report import Report, machine, write_json
 
 TILE_BYTES = 16 << 20
 FICLONE = 0x40049409
-ACTS = ("step", "share", "step after", "later steps", "read")
+SHARING = ("share", "step after", "later steps")
+ACTS = ("step", *SHARING, "read", "copy", "read the copy", "write out")
 
 
 def one_pass(descriptor: int, size: int, memory: mmap.mmap, *, write: bool) -> None:
@@ -41,6 +47,23 @@ def one_pass(descriptor: int, size: int, memory: mmap.mmap, *, write: bool) -> N
             raise OSError(f"the file ends before byte {offset + TILE_BYTES:,}")
         if write:
             os.pwritev(descriptor, [memory], offset)
+
+
+def copy(source: int, target: int, size: int) -> None:
+    """Copy a file inside the system."""
+    done = 0
+    while done < size:
+        done += os.copy_file_range(source, target, size - done, done, done)
+
+
+def can_share(source: int, target: int) -> bool:
+    """Whether the file system shares blocks."""
+    try:
+        fcntl.ioctl(target, FICLONE, source)
+    except OSError:
+        return False
+    os.ftruncate(target, 0)
+    return True
 
 
 def extents(path: Path) -> int:
@@ -72,12 +95,19 @@ def measure(folder: Path, size: int, rounds: int) -> Report:
             "step after": lambda: one_pass(descriptor, size, memory, write=True),
             "later steps": lambda: one_pass(descriptor, size, memory, write=True),
             "read": lambda: one_pass(descriptor, size, memory, write=False),
+            "copy": lambda: copy(descriptor, target, size),
+            "read the copy": lambda: one_pass(target, size, memory, write=False),
+            "write out": lambda: os.fsync(target),
         }
+        if not can_share(descriptor, target):
+            for act in SHARING:
+                del acts[act]
         for _ in range(rounds):
             for act, run in acts.items():
-                if act == "later steps":
+                if act in {"later steps", "copy"}:
                     os.ftruncate(target, 0)
-                os.sync()
+                if act not in {"read the copy", "write out"}:
+                    os.sync()
                 start = time.perf_counter()
                 run()
                 seconds[act].append(time.perf_counter() - start)
@@ -85,7 +115,7 @@ def measure(folder: Path, size: int, rounds: int) -> Report:
     finally:
         os.close(descriptor)
         os.close(target)
-    medians = [statistics.median(seconds[act]) for act in ACTS]
+    medians = [statistics.median(seconds[act]) if seconds[act] else "" for act in ACTS]
     kind = subprocess.run(
         ["stat", "-f", "-c", "%T", folder], check=True, capture_output=True, text=True
     ).stdout.strip()
@@ -101,7 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, required=True, help="on XFS or btrfs")
+    parser.add_argument("--folder", type=Path, required=True, help="on the file system to measure")
     parser.add_argument("--size", type=float, default=1e9, help="bytes of states")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, default=None, help="file to write the results to")
