@@ -18,6 +18,7 @@ from zero_plugin.config import ZeroConfig
 from zero_plugin.planner.dry import DryModel, Footprint, meta_twin
 from zero_plugin.planner.layers import Division, Layers
 from zero_plugin.planner.models import load
+from zero_plugin.sharding import units
 
 LAYERS = 11
 SMALL = 4 << 10
@@ -177,9 +178,19 @@ def test_a_plan_for_70_billion_parameters_lays_out_few_blocks(
         seen.append(self)
 
     monkeypatch.setattr(DryModel, "__init__", noted)
+    walked: list[nn.Module] = []
+    walk = units._walk
+
+    def counted(model: nn.Module, *arguments: Any) -> Any:
+        walked.append(model)
+        return walk(model, *arguments)
+
+    monkeypatch.setattr(units, "_walk", counted)
     found = plan(LLAMA_70B, batch=4, seq=2048, gpu="80GiB", host="1024GiB", world=8)
     assert found.fits
     (dry,) = seen
     # What a plan takes in time: it was 3,900 blocks of engines, and 2,000 more for what is gathered.
     assert dry.laid_out <= 40
     assert dry.laid_out_blocks <= 1500
+    # All 80 layers are gone through for the units' sizes and once more for equal layers, not for every placement.
+    assert sum(model is dry.model for model in walked) == 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import OrderedDict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -250,6 +250,7 @@ class BufferSizes:
         gathers: elements of the slabs that a unit's blocks are gathered through.
         blocks: how many there are where weights are whole.
         unit_blocks: how many there are where units have blocks of their own.
+        units: how many of these there are.
     """
 
     largest: int
@@ -258,6 +259,7 @@ class BufferSizes:
     gathers: int
     blocks: int
     unit_blocks: int
+    units: int
 
 
 class DryModel:
@@ -271,33 +273,27 @@ class DryModel:
     def __init__(self, model: nn.Module, optimizer: str | Optimizer = "adamw") -> None:
         self.model = model
         self.optimizer = optimizer_for(model, optimizer)
+        self._every = tuple(model.parameters())
+        self.parameters = sum(p.numel() for p in self._every)
+        """Elements of all parameters, tied ones once."""
+        self.tensors = len(self._every)
+        """Number of parameters."""
+        self.trainable = sum(p.numel() for p in self._every if p.requires_grad)
+        """Elements of those that are trained."""
+        self.element = round(_bytes_of(self._every) / max(1, self.parameters)) or 4
+        """Bytes of an element, on average."""
         self._gathered: dict[tuple[Any, ...], int] = {}
         self.laid_out = 0
         """Engines whose parts were laid out for a footprint."""
         self.laid_out_blocks = 0
         """Blocks that these had together."""
 
-    @property
-    def parameters(self) -> int:
-        """Elements of all parameters, tied ones once."""
-        return sum(p.numel() for p in self.model.parameters())
-
-    @property
-    def tensors(self) -> int:
-        """Number of parameters."""
-        return sum(1 for _ in self.model.parameters())
-
-    @property
-    def trainable(self) -> int:
-        """Elements of those that are trained."""
-        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-
     def sizes(self, bucket_bytes: int, wire: int) -> BufferSizes:
         """What placements can be compared by before one is tried."""
         blocks: list[int] = []
         units: list[int] = []
         pieces: list[list[int]] = []
-        every = [p for p in self.model.parameters() if p.requires_grad]
+        every = [p for p in self._every if p.requires_grad]
         for unit in plan_units(self.model, persist_below=0).units:
             members = [p for _, p in unit.parameters]
             keys = [(p.requires_grad, p.dtype) for p in members]
@@ -308,7 +304,7 @@ class DryModel:
             units.append(sum(parts))
             pieces.append([sum(members[i].numel() for i in group) for group in groups])
         return BufferSizes(
-            largest=max((p.numel() for p in self.model.parameters()), default=0),
+            largest=max((p.numel() for p in self._every), default=0),
             two_blocks=sum(sorted(blocks, reverse=True)[:2]),
             unit=max(units, default=0),
             gathers=sum(slab_sizes(pieces)),
@@ -318,6 +314,7 @@ class DryModel:
                 )
             ),
             unit_blocks=len(blocks),
+            units=len(units),
         )
 
     @property
@@ -398,8 +395,8 @@ class DryModel:
     @cached_property
     def _sent(self) -> tuple[int, int]:
         """Number and bytes of the tensors that the first rank sends to all."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        return len(tensors), sum(item.numel() * item.element_size() for item in tensors)
+        tensors = [*self._every, *self.model.buffers()]
+        return len(tensors), _bytes_of(tensors)
 
     def gathered(self, config: ZeroConfig) -> int:
         """Most bytes of full weights at once, the same for every number of ranks and every tier."""
@@ -415,8 +412,7 @@ class DryModel:
             plan = plan_units(model, persist_below=config.persist_below)
             # The gatherer's own limit, given to it so that it need not find the largest unit at every turn.
             largest = max(
-                (sum(p.numel() * p.element_size() for _, p in u.parameters) for u in plan.units),
-                default=0,
+                (_bytes_of([p for _, p in unit.parameters]) for unit in plan.units), default=0
             )
             ahead = config.prefetch_limit
             alone = ZeroConfig(
@@ -429,7 +425,8 @@ class DryModel:
             )
             trial = _Trial(model, self.optimizer, alone, 1)
             try:
-                trial.fill(1)
+                trial.open()
+                trial.release()
                 sharded = trial.parts.sharded
                 found = 0 if sharded is None else _most_gathered(model, sharded, plan.uses)
                 self._gathered[key] = found
@@ -469,8 +466,8 @@ class _Trial:
         self.states = self.parts.make_states([optimizer], config, self.resources)
         self.accounts = self.parts.make_accounts(config, self.states, self.resources)
 
-    def fill(self, accumulate: int) -> Table:
-        """Reserve everything as an engine does, let gradients arrive, and count it with nothing gathered."""
+    def open(self) -> list[Block]:
+        """Take parameters and weights on as an engine does; what reduces and updates them is not told of them."""
         parts, config = self.parts, self.config
         members = _members(self.model)
         with torch.no_grad():
@@ -486,6 +483,20 @@ class _Trial:
             self.roster.admit(members, blocks)
             if parts.sharded is not None:
                 parts.sharded.admit(blocks)
+        return blocks
+
+    def release(self) -> None:
+        """Keep no full weights of units."""
+        sharded = self.parts.sharded
+        if sharded is not None:
+            sharded.gatherer.set_units(sharded.units)
+            sharded.gatherer.release_all()
+
+    def fill(self, accumulate: int) -> Table:
+        """Reserve everything as an engine does, let gradients arrive, and count it with nothing gathered."""
+        parts, config = self.parts, self.config
+        blocks = self.open()
+        with torch.no_grad():
             parts.gradients.add_blocks(blocks)
             if parts.swap is not None:
                 parts.swap.prepare(self.accounts.formed(blocks))
@@ -495,9 +506,7 @@ class _Trial:
             parts.pipeline.add_blocks(blocks)
             if config.speculate:
                 parts.undo.add_blocks(self.accounts.with_states(blocks))
-            if parts.sharded is not None:
-                parts.sharded.gatherer.set_units(parts.sharded.units)
-                parts.sharded.gatherer.release_all()
+            self.release()
             self._receive(blocks, accumulate)
         table = self.accounts.held(self.model)
         return {tier: {kind: table[tier][kind] for kind in KINDS} for tier in table}
@@ -556,6 +565,10 @@ def _without_compiler() -> Generator[None]:
 
 def _unchanged(function: Any, **_: Any) -> Any:
     return function
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(item.numel() * item.element_size() for item in tensors)
 
 
 def _members(model: nn.Module) -> list[ManagedParameter]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from zero_plugin.config import ZeroConfig
@@ -74,6 +75,15 @@ class Division:
         return min(1.0, (here + 0.5) / total) if here else 0.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Trained:
+    """A parameter that is trained: its identity, elements and dtype."""
+
+    key: int
+    numel: int
+    dtype: torch.dtype
+
+
 class Layers:
     """The layers of a model that stand in containers beside equal ones.
 
@@ -86,35 +96,60 @@ class Layers:
         self.modules: list[nn.Module] = []
         """The layers, by number."""
         self._shapes: list[object] = []
-        for module in _outermost(model):
+        for module, shape in _outermost(model):
             self.modules.append(module)
-            self._shapes.append(_shape_of(module))
-        self._layer_of = {
-            id(p): number for number, layer in enumerate(self.modules) for p in layer.parameters()
+            self._shapes.append(shape)
+        uses = [_uses_in(layer) for layer in self.modules]
+        self._layer_of = {key: number for number, inside in enumerate(uses) for key in inside}
+        everywhere = _uses_in(model)
+        self._tied = {
+            number
+            for number, inside in enumerate(uses)
+            if any(everywhere[key] != count for key, count in inside.items())
         }
-        self._tied = set(self._find_tied())
+        """Layers with a parameter that is also somewhere else."""
+        self._trained = tuple(
+            _Trained(key=id(p), numel=p.numel(), dtype=p.dtype)
+            for p in model.parameters()
+            if p.requires_grad
+        )
         self._units: dict[tuple[int, int | None], dict[int, int]] = {}
+        self._divisions: dict[tuple[object, ...], Division] = {}
 
     def divide(self, config: ZeroConfig) -> Division:
         """Find the runs under a config: equal layers with equal blocks."""
-        trained = [p for p in self._model.parameters() if p.requires_grad]
+        key = (
+            config.shards_parameters,
+            config.persist_below,
+            config.unit_limit,
+            config.reduce_dtype,
+            config.bucket_size,
+            config.device_fraction,
+        )
+        if key not in self._divisions:
+            self._divisions[key] = self._divide(config)
+        return self._divisions[key]
+
+    def _divide(self, config: ZeroConfig) -> Division:
+        trained = self._trained
         units = self._units_of(config)
         wire = DTYPES[config.reduce_dtype].itemsize
-        keys = [(units.get(id(p), RESIDENT), p.dtype) for p in trained]
-        groups = group_by_bytes([p.numel() * wire for p in trained], keys, config.bucket_size)
-        left = config.device_fraction * sum(p.numel() for p in trained)
+        keys = [(units.get(p.key, RESIDENT), p.dtype) for p in trained]
+        groups = group_by_bytes([p.numel * wire for p in trained], keys, config.bucket_size)
+        left = config.device_fraction * sum(p.numel for p in trained)
         patterns: list[list[object]] = [[] for _ in self.modules]
         staying = [[0, 0] for _ in range(len(self.modules) + 1)]
         alone = {*self._tied, *self._parted(units)}
         running = 0
         for group in groups:
-            numels = [trained[i].numel() for i in group]
-            running += sum(numels)
+            numels = [trained[i].numel for i in group]
+            total = sum(numels)
+            running += total
             stays = config.device_fraction > 0 and running <= left
-            places = [self._layer_of.get(id(trained[i]), _OUTSIDE) for i in group]
+            places = [self._layer_of.get(trained[i].key, _OUTSIDE) for i in group]
             first = places[0]
-            staying[first][0] += sum(numels) * stays
-            staying[first][1] += sum(numels)
+            staying[first][0] += total * stays
+            staying[first][1] += total
             # A block may reach into the next layer; it is the same block if it does so after every one of them.
             for place, numel in zip(places, numels, strict=True):
                 if place == _OUTSIDE:
@@ -146,14 +181,6 @@ class Layers:
 
     # Inside ------------------------------------------------------------------------------------------------------
 
-    def _find_tied(self) -> Iterator[int]:
-        """Layers with a parameter that is also somewhere else."""
-        everywhere = Counter(id(p) for _, p in self._model.named_parameters(remove_duplicate=False))
-        for number, layer in enumerate(self.modules):
-            inside = Counter(id(p) for _, p in layer.named_parameters(remove_duplicate=False))
-            if any(everywhere[key] != count for key, count in inside.items()):
-                yield number
-
     def _units_of(self, config: ZeroConfig) -> dict[int, int]:
         """Number of the unit of each sharded parameter."""
         if not config.shards_parameters:
@@ -184,10 +211,16 @@ def _equal(signatures: Sequence[object]) -> Iterator[Run]:
             start = number
 
 
-def _outermost(module: nn.Module) -> Iterator[nn.Module]:
-    """Children of containers that have an equal neighbour; not those inside another one."""
+def _uses_in(module: nn.Module) -> Counter[int]:
+    """How often each parameter is used in a module."""
+    return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+
+
+def _outermost(module: nn.Module) -> Iterator[tuple[nn.Module, object]]:
+    """Children of containers that have an equal neighbour, each with its shape; not those inside another one."""
     children = list(module.children())
     equal: set[int] = set()
+    shapes: list[object] = []
     if isinstance(module, _CONTAINERS):
         shapes = [_shape_of(child) for child in children]
         for run in _equal(shapes):
@@ -196,7 +229,7 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
                 equal.update(run.layers)
     for number, child in enumerate(children):
         if number in equal:
-            yield child
+            yield child, shapes[number]
         else:
             yield from _outermost(child)
 

@@ -34,7 +34,6 @@ from zero_plugin.planner.workload import (
     transformer_activity,
     unknown_activity,
 )
-from zero_plugin.sharding.units import plan_units
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -266,7 +265,6 @@ def _task(  # noqa: PLR0913, PLR0917 - the parts of a task
     settings.setdefault(
         "nvme_path", tuple(map(str, paths)) if len(paths) > 1 else str(*paths or (_NOWHERE,))
     )
-    element = _element(source.model)
     wire = _bytes_of(settings.get("reduce_dtype")) or 4
     bucket = parse_bytes(settings.get("bucket_bytes", _BUCKET), "bucket_bytes")
     sizes = dry.sizes(bucket, wire)
@@ -275,13 +273,13 @@ def _task(  # noqa: PLR0913, PLR0917 - the parts of a task
         load=Load(
             trainable=dry.trainable,
             parameters=dry.parameters,
-            element=element,
-            gradient=_bytes_of(settings.get("gradient_dtype")) or element,
+            element=dry.element,
+            gradient=_bytes_of(settings.get("gradient_dtype")) or dry.element,
             wire=wire,
             states=dry.states + 1,
-            units=max(1, len(plan_units(source.model, persist_below=0).units)),
+            units=max(1, sizes.units),
             accumulate=batch.accumulate,
-            activity=_activity(source, dry, batch, inputs, element),
+            activity=_activity(source, dry, batch, inputs),
             blocks=sizes.blocks,
             unit_blocks=sizes.unit_blocks,
             moment=kept_bytes(settings.get("moment_dtype", "fp32"), GROUP) / GROUP,
@@ -323,22 +321,16 @@ def _pins(pinned: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return settings, choices
 
 
-def _element(model: nn.Module) -> int:
-    sizes = [(p.element_size(), p.numel()) for p in model.parameters()]
-    total = sum(numel for _, numel in sizes)
-    return round(sum(size * numel for size, numel in sizes) / max(1, total)) or 4
-
-
 def _bytes_of(name: str | None) -> int | None:
     return None if name is None else DTYPES[name].itemsize
 
 
-def _activity(source: Source, dry: DryModel, batch: Batch, inputs: Any, element: int) -> Activity:
+def _activity(source: Source, dry: DryModel, batch: Batch, inputs: Any) -> Activity:
     if inputs is not None:
         # It counts operations with torch's own counter, whose import costs more than a plan.
         from zero_plugin.planner.profile import profile
 
         return profile(source.model, inputs, batch)
     if source.shape is not None:
-        return transformer_activity(source.shape, dry.parameters, batch, element=element)
+        return transformer_activity(source.shape, dry.parameters, batch, element=dry.element)
     return unknown_activity(dry.parameters, batch)

@@ -6,7 +6,7 @@ whatever happens within. What lies outside the blocks forms one unit for each mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,8 +83,9 @@ def plan_units(model: nn.Module, *, persist_below: int, max_bytes: int | None = 
         ConfigError: a unit is larger than `max_bytes` and cannot be split.
         ParameterError: a module with parameters is compiled by TorchScript.
     """
-    _check_no_scripts(model)
-    blocks = _block_modules(model)
+    modules = dict(model.named_modules())
+    _check_no_scripts(modules)
+    blocks = _block_modules(model, modules.values())
     if max_bytes is not None:
         blocks = _split(model, blocks, persist_below, max_bytes)
     owner: dict[int, int] = {}
@@ -130,9 +131,9 @@ def can_shard(parameter: nn.Parameter, persist_below: int) -> bool:
     )
 
 
-def _check_no_scripts(model: nn.Module) -> None:
+def _check_no_scripts(modules: Mapping[str, nn.Module]) -> None:
     """Refuse what reads the memory of its weights without asking anybody: it would crash the process."""
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         if isinstance(module, torch.jit.ScriptModule) and _owns(module):
             raise ParameterError(
                 f"module {name or type(module).__name__!r} is compiled by TorchScript, whose code reads weights behind the back of "
@@ -221,13 +222,13 @@ def _check_sizes(
             )
 
 
-def _block_modules(model: nn.Module) -> Blocks:
+def _block_modules(model: nn.Module, modules: Collection[nn.Module]) -> Blocks:
     named: set[str] = set()
-    for module in model.modules():
+    for module in modules:
         listed: Any = getattr(module, "_no_split_modules", None)
         if listed:
             named.update(listed)
-    found = {id(m) for m in model.modules() if type(m).__name__ in named and _owns(m)}
+    found = {id(m) for m in modules if named and type(m).__name__ in named and _owns(m)}
     return Blocks(whole=frozenset(found or {id(module) for module in _repeated([model])}))
 
 
