@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import subprocess
 import sys
 from datetime import datetime, timedelta, timezone
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +69,32 @@ def test_plan_as_a_table_with_bars(model: str, capsys: pytest.CaptureFixture[str
     assert "bound by" in shown
     assert "device |#" in shown
     assert "host   |#" in shown
+
+
+def test_a_plan_leaves_the_collector_as_it_was(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = import_module("zero_plugin.planner.plan")
+    original: Any = planner.plan
+    during: list[bool] = []
+    at_exit: list[Any] = []
+    frozen = gc.get_freeze_count()
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        during.append(gc.isenabled())
+        return original(*arguments, **named)
+
+    monkeypatch.setattr(planner, "plan", noted)
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    arguments = ["plan", model, "--hardware", "dgx-a100", "--seq", "64", "--stage", "2"]
+    try:
+        for change, is_on in ((gc.disable, False), (gc.enable, True)):
+            change()
+            assert cli.main(arguments) == 0
+            assert gc.isenabled() is is_on
+    finally:
+        gc.enable()
+    assert during == [False, False]
+    assert at_exit == [gc.freeze, gc.freeze]
+    assert gc.get_freeze_count() <= frozen
 
 
 def test_plan_draws(model: str, tmp_path: Path) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     """Print the plan; returns 0 if it fits, 1 if nothing does."""
+    with _without_collector():
+        return _run(arguments, say)
+
+
+@contextmanager
+def _without_collector() -> Generator[None]:
+    """Leave cycles where they are: looking for them in all that torch loads takes a fourth of a plan, and finds next to nothing."""
+    was_on = gc.isenabled()
+    gc.disable()
+    # Python looks more than once when a program ends.
+    atexit.register(gc.freeze)
+    try:
+        yield
+    finally:
+        if was_on:
+            # What was made meanwhile becomes old without being looked at: the first new object would have the collector do so.
+            gc.freeze()
+            gc.unfreeze()
+            gc.enable()
+
+
+def _run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     from zero_plugin.planner import show
     from zero_plugin.planner.plan import plan
 
