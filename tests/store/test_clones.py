@@ -7,8 +7,6 @@ import logging
 import mmap
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from support.clones import KINDS, cloning_disk, copy_range
-from support.sources import REPOSITORY
 from torch import Tensor
 
 from zero_plugin.errors import StoreError
@@ -284,40 +281,6 @@ def test_a_full_file_system_that_shares_blocks_loses_nothing(
             store.close()
 
 
-HOLD = """
-import sys, time, torch
-from support.clones import copy_range
-from zero_plugin.store import clones
-from zero_plugin.store.store import NvmeStore
-clones.share_blocks = copy_range
-store = NvmeStore([sys.argv[1]])
-extent = store.reserve(8 << 20, "states")
-store.write(extent, 0, torch.ones(8 << 20, dtype=torch.uint8))
-assert store.clone(extent)
-print("held", flush=True)
-time.sleep(100)
-"""
-
-
-def test_a_killed_run_leaves_nothing_of_it(disks: list[Path], make_store) -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(disks[0])],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY / "tests")},
-    )
-    assert child.stdout is not None
-    with child.stdout:
-        assert child.stdout.readline().strip() == "held"
-        (left,) = disks[0].iterdir()
-        # It has no name: the system takes it back when the process ends.
-        assert sorted(path.name for path in left.iterdir()) == ["lock", "slab"]
-        child.send_signal(signal.SIGKILL)
-        child.wait(20)
-    store = make_store()
-    assert list(disks[0].iterdir()) == [store.describe().paths[0].folder]
-
-
 @pytest.fixture
 def forked() -> Iterator[list[int]]:
     """Children that are ended after the test."""
@@ -326,6 +289,39 @@ def forked() -> Iterator[list[int]]:
     for child in children:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def hold_for_ever(folder: Path, told: int) -> None:
+    """A run that holds an extent until it is killed; `told` is written to then."""
+    torch.set_num_threads(1)  # A fork has none of the others.
+    store = NvmeStore([folder])
+    extent = store.reserve(8192, "states")
+    store.write(extent, 0, filled(8192, 1))
+    os.write(told, b"held" if store.clone(extent) else b"lost")
+    signal.pause()
+
+
+def test_a_killed_run_leaves_nothing_of_it(
+    disks: list[Path], make_store, stand_in: None, forked: list[int]
+) -> None:
+    hears, told = os.pipe()
+    forked.append(os.fork())
+    if forked[-1] == 0:
+        try:
+            hold_for_ever(disks[0], told)
+        finally:
+            os._exit(1)
+    os.close(told)
+    with os.fdopen(hears, "rb") as line:
+        assert line.read(4) == b"held"
+    (left,) = disks[0].iterdir()
+    # It has no name: the system takes it back when the process ends.
+    assert sorted(path.name for path in left.iterdir()) == ["lock", "slab"]
+    child = forked.pop()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    store = make_store()
+    assert list(disks[0].iterdir()) == [store.describe().paths[0].folder]
 
 
 def test_its_space_comes_back_though_a_forked_child_has_it_open(

@@ -108,7 +108,7 @@ def disk(path: str | Path) -> tuple[str, str]:
     free = shutil.disk_usage(path).free
     value = (
         f"{seen.file_system}, {'O_DIRECT' if seen.direct else 'no O_DIRECT'}, {free / _GIB:.1f} GiB free, "
-        f"blocks of {seen.alignment}"
+        f"blocks of {seen.alignment}{', cloned by asynchronous saves' if seen.clones else ''}"
     )
     return value, "; ".join(_costs(Path(path), seen.file_system, direct=seen.direct, free=free))
 
