@@ -26,9 +26,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -111,18 +113,17 @@ class Side:
 
     def first_update(self, how: str) -> tuple[float, float]:
         """Seconds from the call of a save, or without one, to the end of the next step's update, and to the end of the save."""
-        room = Clones.has_room
         self.settle()
         self.engine.wait_for_update()
         os.sync()
         start = time.perf_counter()
-        try:
-            if how == READ_FIRST:
-                Clones.has_room = lambda *_: False
-            if how != ALONE:
+        if how != ALONE:
+            with (
+                mock.patch.object(Clones, "has_room", return_value=False)
+                if how == READ_FIRST
+                else nullcontext()
+            ):
                 self.engine.save_checkpoint(self.place, asynchronous=True)
-        finally:
-            Clones.has_room = room
         self.step()
         self.engine.wait_for_update()
         updated = time.perf_counter() - start
