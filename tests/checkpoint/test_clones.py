@@ -235,6 +235,25 @@ def test_what_cannot_be_read_fails_the_save_and_not_the_run(
     engine.close()
 
 
+def test_a_folder_that_has_gone_fails_the_save_and_not_the_run(
+    tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room is asked about where the files lie; that can fail as any look at a disk can."""
+    model, engine = build_half(tmp_path, {"stage": 2})
+    train_half(model, engine, range(2))
+
+    def fail(_: Path) -> int:
+        raise OSError(errno.ESTALE, "no such mount")
+
+    monkeypatch.setattr(clones, "neighbours", fail)
+    engine.save_checkpoint(tmp_path / "ck", extra="first")
+    with pytest.raises(CheckpointError, match=r"saving .*ck failed: .*no such mount"):
+        engine.save_checkpoint(tmp_path / "ck", extra="second", asynchronous=True)
+    train_half(model, engine, range(2, 4))
+    assert engine.load_checkpoint(tmp_path / "ck") == "first"
+    engine.close()
+
+
 def test_a_place_that_is_full_lets_the_clones_go(
     tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:

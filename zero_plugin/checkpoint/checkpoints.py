@@ -84,13 +84,13 @@ class Checkpoints:
                     optimizer=optimizer,
                     ahead=() if optimizer else self._delayed.held_chunks(),
                 )
+                store = self._store_that_clones(found) if asynchronous else None
             except Exception as error:  # noqa: BLE001 - raised on every rank by `finish`
                 save.fail(error)
             else:
                 if asynchronous:
                     self._running = save
                     lane = self._backend.lane("checkpoint", "host")
-                    store = self._store_that_clones(found)
                     save.start(found, lane, partial(self._read_states, lane), store)
                     return
                 save.write(found)
