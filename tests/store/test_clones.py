@@ -111,7 +111,7 @@ def test_what_decayed_in_a_clone_is_seen(make_store, stand_in: None) -> None:
 
 @pytest.mark.parametrize("code", ["EOPNOTSUPP", "EXDEV", "EINVAL", "ENOTTY", "EPERM"])
 def test_a_refusal_is_known_from_the_start(
-    code: str, make_store, monkeypatch: pytest.MonkeyPatch
+    code: str, make_store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: int) -> None:
         raise OSError(getattr(errno, code), "refused")
@@ -121,7 +121,9 @@ def test_a_refusal_is_known_from_the_start(
     assert not any(path.clones for path in store.describe().paths)
     assert errno.errorcode[getattr(errno, code)] in store._clones.refusal
     extent = store.reserve(8192, "states")
-    assert not store.begin_clones([extent])
+    with caplog.at_level(logging.INFO, logger="zero_plugin"):
+        assert not store.begin_clones([extent])
+    assert f"and not cloned: {store._clones.refusal}" in caplog.text
     assert store.clone_of(extent) is extent
 
 

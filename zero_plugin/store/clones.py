@@ -85,6 +85,10 @@ class Clones:
         Every run in the same folder is taken to do the same now.
         """
         if self.refusal:
+            _logger.info(
+                "states are read before the next step changes them, and not cloned: %s",
+                self.refusal,
+            )
             return False
         for slab, size in zip(self._slabs, nbytes, strict=True):
             free, wanted = slab.free_bytes(), _COPIES * size * neighbours(slab.path.parent)

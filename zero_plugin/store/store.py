@@ -359,10 +359,6 @@ class NvmeStore:
             ),
         )
         _logger.info("%s", self._description)
-        if self._clones.refusal:
-            _logger.info(
-                "asynchronous saves read states first, not cloned in %s", self._clones.refusal
-            )
         for path in self._description.paths:
             if not path.direct:
                 _logger.warning(
