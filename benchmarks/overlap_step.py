@@ -213,8 +213,9 @@ def measure(sides: dict[str, Side], ratio: float, args: argparse.Namespace) -> l
             time.sleep(SETTLE_SECONDS)
             periods[name].append(side.period(args.steps))
         kept.append(totals(plain.trace, args.steps))
-        for name, limit in bounds(kept[-1]).items():
-            limits[name].append(limit)
+        allowed_now = bounds(kept[-1])
+        for name in sides:
+            limits[name].append(allowed_now[name])
     parts = [statistics.median(part[kind] for part in kept) * 1e3 for kind in KINDS]
     rows: list[list[Any]] = []
     for name in sides:
@@ -290,7 +291,7 @@ class Runnable:
             self.counts.append(running)
 
 
-def crowd(side: Side, steps: int) -> str:
+def crowd(name: str, side: Side, steps: int) -> str:
     """How many threads want a processor during steps of one side."""
     if not Path("/proc/self/task").is_dir():
         return "threads are not counted: no /proc"
@@ -300,7 +301,7 @@ def crowd(side: Side, steps: int) -> str:
     cores = len(os.sched_getaffinity(0))
     beyond = sum(count > cores for count in counts) / len(counts)
     return (
-        f"threads that want a processor in {len(counts)} samples of exact overlap: mean {statistics.fmean(counts):.2f}, most "
+        f"threads that want a processor in {len(counts)} samples of {name}: mean {statistics.fmean(counts):.2f}, most "
         f"{counts[-1]}, more than the {cores} there are in {beyond:.1%}"
     )
 
@@ -326,13 +327,15 @@ def compare(args: argparse.Namespace) -> Report:
     gradient = torch.full((numel,), 1e-3)
     with tempfile.TemporaryDirectory() as folder:
         settings = {} if args.threads is None else {"threads": args.threads}
+        # The synchronous side is always there: its parts make the bounds.
+        chosen = [name for name in SIDES if name == "synchronous" or name in args.sides]
         sides = {
-            name: Side(numel, gradient, folder, {**settings, **own}) for name, own in SIDES.items()
+            name: Side(numel, gradient, folder, {**settings, **SIDES[name]}) for name in chosen
         }
         try:
             rows = [row for ratio in args.ratios for row in measure(sides, ratio, args)]
             notes = [] if args.picture is None else [draw(sides, args.picture)]
-            notes.append(crowd(sides["exact overlap"], 4 * args.steps))
+            notes.append(crowd(chosen[-1], sides[chosen[-1]], 4 * args.steps))
         finally:
             for side in sides.values():
                 side.engine.close()
@@ -372,6 +375,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="consecutive steps of one measurement")
     parser.add_argument("--threads", type=int, default=None, help="default: every processor")
+    parser.add_argument(
+        "--sides",
+        nargs="+",
+        choices=[name for name in SIDES if name != "synchronous"],
+        default=list(SIDES),
+        metavar="SIDE",
+        help="beside the synchronous one; default: all, each with weights, gradients and states of its own",
+    )
     parser.add_argument("--picture", type=Path, default=None, help="file for the timeline")
     parser.add_argument("--json", type=Path, default=None, help="file to write the results to")
     args = parser.parse_args()
