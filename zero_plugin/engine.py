@@ -435,6 +435,7 @@ class ZeroEngine(SavesCheckpoints, UpdatesLate, RunsLayerFirst):
             if self._resources.group.size == 1:
                 self._resources.backend.settle()
                 self._stepper.settle()
+                self._gradients.take_back()
             self._gradients.forget_ended()
 
     def keep_states(self) -> KeptStates:

@@ -146,11 +146,8 @@ class ZeroAccelerator(Base):
                 stand in for one that has left.
         """
         del joinables
-        samplers = [
-            sampler
-            for loader in self._dataloaders
-            if hasattr(sampler := getattr(loader, "batch_sampler", None), "even_batches")
-        ]
+        found: list[Any] = [getattr(loader, "batch_sampler", None) for loader in self._dataloaders]
+        samplers = [sampler for sampler in found if hasattr(sampler, "even_batches")]
         even = even_batches if even_batches is not None else self.even_batches
         if self.num_processes > 1 and not even:
             raise ConfigError(

@@ -271,6 +271,19 @@ def test_close_complains_of_unreturned_leases_and_revokes_them(make_pool: Make) 
         pool.acquire("x")
 
 
+def test_what_an_interrupted_holder_lost_is_taken_back(make_pool: Make) -> None:
+    pool = make_pool(slabs=2)
+    lost, released = pool.acquire("lost"), pool.acquire("released")
+    released.release()
+    pool.take_back()
+    assert lost.state is LeaseState.RELEASED
+    again = [pool.acquire("again"), pool.acquire("again")]
+    for lease in again:
+        lease.release()
+    pool.take_back()
+    pool.close()
+
+
 def test_close_frees_the_memory(make_pool: Make) -> None:
     gc.collect()
     before = resident_bytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,29 @@ def test_latency_of_bytes_and_fixed_part(make_backend: Make) -> None:
     # 20000 bytes at 4e5 bytes/s and 20 ms: 70 ms at least. Only the lower bound holds on any machine.
     assert down_end - down_begin >= 0.07
     assert free_end - free_begin < down_end - down_begin
+
+
+@pytest.mark.parametrize("name", ["threads", "chaos"])
+@pytest.mark.parametrize("started", [True, False], ids=["after it runs", "before"])
+def test_an_interrupt_while_a_lanes_thread_starts(
+    make_backend: Make, name: BackendName, started: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = make_backend(name)
+    plain = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if started:
+            plain(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        backend.lane("broken off", "host")
+    monkeypatch.undo()
+    # The next one of that name works, and none is left in the end.
+    backend.lane("broken off", "host").submit(Note([], "x")).wait()
+    backend.close()
+    assert [t for t in threading.enumerate() if t.name == "zero-lane-broken off"] == []
 
 
 def test_modelled_time_takes_no_processor(make_backend: Make) -> None:

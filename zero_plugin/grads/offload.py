@@ -277,6 +277,11 @@ class GradientShards:
             shard.contributions = 0
             shard.norm = None
 
+    def take_back(self) -> None:
+        """Take back the slabs of a step that is given up, once nothing runs."""
+        for pool in self._staging.values():
+            pool.take_back()
+
     def forget_ended(self) -> None:
         """Let go of tickets that ended, failed ones included, so that a broken step does not poison the next."""
         for shard in self._every():

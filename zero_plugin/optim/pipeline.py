@@ -295,8 +295,11 @@ class StepPipeline:
             failed.wait()
 
     def forget(self) -> None:
-        """Let go of what ended, well or not."""
+        """Let go of what ended, well or not; for a step that is given up, once nothing runs."""
         self._running.clear()
+        for pools in (self._outputs, self._inputs):
+            for pool in pools.values():
+                pool.take_back()
 
     def _ordered(self, plan: StepPlan) -> tuple[BlockPlan, ...]:
         if self._swap is None:

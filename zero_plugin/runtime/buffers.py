@@ -330,6 +330,17 @@ class SlabPool:
                     self._free.append(buffer)
             self._leases = kept
 
+    def take_back(self) -> None:
+        """Takes back what was never released, after an interrupt that came between a holder's getting a slab and noting it.
+
+        For pools whose holders let go within a step, when that step is given up and nothing runs any more.
+        """
+        with self._lock:
+            leases = list(self._leases)
+        for lease in leases:
+            if lease.state in (LeaseState.HELD, LeaseState.IN_FLIGHT):
+                lease.release()
+
     def close(self) -> None:
         """Waits for operations on the slabs, frees the memory and refuses what comes later.
 

@@ -195,6 +195,7 @@ class ChaosBackend(ThreadsBackend):
             ended=self._chaos.ended,
         )
         self._workers.append(worker)
+        worker.start()
         return ChaosLane(
             name=name,
             kind=kind,

@@ -41,7 +41,7 @@ from zero_plugin.runtime.execution import (
     profiler_range,
 )
 from zero_plugin.runtime.memory import map_pages
-from zero_plugin.runtime.threads import Worker, WorkerLane
+from zero_plugin.runtime.threads import Worker, WorkerLane, stop_workers
 from zero_plugin.runtime.ticket import ENDED, Follower, ProgramOrder, Ticket, TicketState
 
 if TYPE_CHECKING:
@@ -277,10 +277,10 @@ class DeviceLane(Lane):
         """Ends the dispatcher once the backlog is empty. May be called again."""
         self._wakeups.put(_STOP)
 
-    def join(self) -> None:
-        """Waits for the dispatcher to end."""
+    def join(self, timeout: float | None = None) -> None:
+        """Waits for the dispatcher to end, at most `timeout` seconds."""
         if self._dispatcher is not None:
-            self._dispatcher.join()
+            self._dispatcher.join(timeout)
 
     def _settle_last(self) -> None:
         last = self._last
@@ -475,7 +475,7 @@ class CudaBackend(Backend):
         self._device = device
         self._threads: list[Worker | DeviceLane] = []
         self._warned = False
-        weakref.finalize(self, _stop, self._threads)
+        weakref.finalize(self, stop_workers, self._threads)
 
     def mark(self, label: str) -> Ticket[None]:
         """A ticket for what the calling thread has enqueued on its current stream so far."""
@@ -521,7 +521,8 @@ class CudaBackend(Backend):
         """Waits for lanes and streams, then ends the threads."""
         for lane in self._lanes.values():
             lane.settle()
-        _stop(self._threads)
+        for thread in self._threads:
+            thread.stop()
         for thread in self._threads:
             thread.join()
 
@@ -538,6 +539,7 @@ class CudaBackend(Backend):
             return lane
         worker = Worker(name=name, services=self._services, scope=self._worker_scope())
         self._threads.append(worker)
+        worker.start()
         return WorkerLane(
             name=name, kind=kind, order=self._order, services=self._services, worker=worker
         )
@@ -560,11 +562,6 @@ def _cudart() -> Any:
 def _enqueued(ticket: Ticket[Any]) -> bool:
     """Whether a stream can be made to wait for `ticket`, or need not wait."""
     return (isinstance(ticket, DeviceTicket) and ticket.event is not None) or ticket.done
-
-
-def _stop(threads: list[Worker | DeviceLane]) -> None:
-    for thread in threads:
-        thread.stop()
 
 
 def memory_node(device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> int:

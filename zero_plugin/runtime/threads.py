@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from zero_plugin.runtime.backend import (
     Backend,
@@ -64,6 +64,11 @@ class Latency:
         return self.seconds + nbytes / self.bytes_per_second
 
 
+_START_SECONDS = 1.0
+"""Time in which a thread that was started runs."""
+_EXIT_SECONDS = 5.0
+"""Longest that the end of a process waits for operations."""
+
 LatencyModel = Mapping[str, Latency] | Latency | None
 
 
@@ -72,6 +77,18 @@ def latency_for(model: LatencyModel, lane: str) -> Latency | None:
     if model is None or isinstance(model, Latency):
         return model
     return model.get(lane)
+
+
+class StoppedLater(Protocol):
+    """What has a thread."""
+
+    def stop(self) -> None:
+        """Lets the thread end once it has run what is queued."""
+        ...
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits for the thread to end, at most `timeout` seconds."""
+        ...
 
 
 class Worker:
@@ -112,7 +129,11 @@ class Worker:
         self._awaited: Ticket[Any] | None = None
         # Daemon, because the interpreter joins other threads before it runs any exit handler.
         self._thread = threading.Thread(target=self._serve, name=f"zero-lane-{name}", daemon=True)
-        with bound(services.cpus):
+        self._serves = threading.Event()
+
+    def start(self) -> None:
+        """Starts the thread; by then somebody knows the worker who will stop it, since an interrupt may end this call."""
+        with bound(self._services.cpus):
             self._thread.start()
 
     def put(self, job: Job) -> None:
@@ -133,11 +154,14 @@ class Worker:
             self._stopping = True
             self._queue.put(None)
 
-    def join(self) -> None:
-        """Waits for the thread to end."""
-        self._thread.join()
+    def join(self, timeout: float | None = None) -> None:
+        """Waits for the thread to end, at most `timeout` seconds."""
+        # An interrupted start may have started it or not; where it has, the thread says so in no time.
+        if self._serves.wait(_START_SECONDS):
+            self._thread.join(timeout)
 
     def _serve(self) -> None:
+        self._serves.set()
         with self._scope():
             while True:
                 job = self._queue.get()
@@ -271,6 +295,7 @@ class ThreadsBackend(Backend):
     def _new_lane(self, name: str, kind: LaneKind) -> Lane:
         worker = self._new_worker(name)
         self._workers.append(worker)
+        worker.start()
         return WorkerLane(
             name=name, kind=kind, order=self._order, services=self._services, worker=worker
         )
@@ -279,7 +304,16 @@ class ThreadsBackend(Backend):
         return Worker(name=name, services=self._services, latency=latency_for(self._latency, name))
 
 
-def stop_workers(workers: list[Worker]) -> None:
-    """Tells every worker to end; for a backend that was dropped without `close`."""
+def stop_workers(workers: Sequence[StoppedLater]) -> None:
+    """Tells every worker to end; for a backend that was dropped without `close`, or whose process exits.
+
+    At exit it also waits for them, as long as `_EXIT_SECONDS` allow: a thread that the interpreter ends inside native code takes
+    the process with it, and one that waits for a dead rank never ends.
+    """
     for worker in workers:
         worker.stop()
+    if threading.main_thread().is_alive():
+        return
+    until = time.monotonic() + _EXIT_SECONDS
+    for worker in workers:
+        worker.join(max(0.0, until - time.monotonic()))
