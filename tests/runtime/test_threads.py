@@ -16,6 +16,7 @@ from runtime.probes import Note, TorchKernels
 from zero_plugin.errors import ConfigError
 from zero_plugin.runtime import BackendName, Copy, Latency, create_backend
 from zero_plugin.runtime.backend import Backend
+from zero_plugin.runtime.ticket import ProgramOrder, Ticket
 from zero_plugin.trace import Ledger, Trace
 
 CPU = torch.device("cpu")
@@ -59,6 +60,48 @@ def test_an_interrupt_while_a_lanes_thread_starts(
     backend.lane("broken off", "host").submit(Note([], "x")).wait()
     backend.close()
     assert [t for t in threading.enumerate() if t.name == "zero-lane-broken off"] == []
+
+
+class LockLetGo:
+    """A lock that has something done as soon as it is free again, once."""
+
+    def __init__(self, lock: Any, then: Callable[[], None]) -> None:
+        self.lock = lock
+        self.then: Callable[[], None] | None = then
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self.lock.release()
+        then, self.then = self.then, None
+        if then is not None:
+            then()
+
+
+def test_who_comes_while_an_operation_starts_waits_for_its_end() -> None:
+    ticket: Ticket[int] = Ticket(label="x", lane="y", sequence=0, order=ProgramOrder("test"))
+    passed = threading.Event()
+
+    def wait() -> None:
+        ticket.block()
+        passed.set()
+
+    waiter = threading.Thread(target=wait, daemon=True)
+
+    def comes() -> None:
+        waiter.start()
+        deadline = time.monotonic() + 20.0
+        while not ticket._gates and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    ticket._lock = LockLetGo(ticket._lock, comes)  # pyright: ignore[reportAttributeAccessIssue]
+    assert ticket.start()
+    assert ticket._gates
+    assert not passed.wait(0.1)
+    ticket.finish(1)
+    assert passed.wait(20.0)
+    waiter.join(20.0)
 
 
 def test_modelled_time_takes_no_processor(make_backend: Make) -> None:

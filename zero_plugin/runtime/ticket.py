@@ -343,7 +343,8 @@ class Ticket(Generic[T]):
                     f"ticket {self.label!r} cannot go from {self._state.value} to {state.value}"
                 )
             self._state = state
-            opens = self._gates and self._passable()
+            # A truth value, not the list: a waiter that comes once the lock is free would be in that.
+            opens = bool(self._gates) and self._passable()
         if opens:
             self.open_gates()
         return True
