@@ -129,7 +129,7 @@ def compared(rank: int, _size: int, folder: Path, name: str, placements: list[An
     stock, exact = script(name, None, folder / "stock")
     assert stock.weights
     for number, placement in enumerate(placements):
-        settings = {**placement, "bucket_bytes": "8MiB" if name == "minilm" else 1024}
+        settings = {**placement, "bucket_bytes": "8MiB" if name == "minilm" else 4096}
         if "nvme" in placement.values():
             settings["nvme_path"] = str(folder / "nvme")
             settings["nvme_buffer_bytes"] = "128MiB" if name == "minilm" else "1MiB"
