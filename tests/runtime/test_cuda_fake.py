@@ -7,6 +7,7 @@ import gc
 import threading
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from runtime.cuda_scenarios import SCENARIOS, Held, Rig
 from runtime.fake_cuda import FakeDriver, Machine, RecordingKernels
 
 import zero_plugin.runtime.cuda as cuda_module
+import zero_plugin.runtime.ticket as ticket_module
+from zero_plugin.errors import LaneError
 from zero_plugin.runtime.execution import Services
 from zero_plugin.runtime.operations import Copy
+from zero_plugin.runtime.ticket import Failure, ProgramOrder
 from zero_plugin.trace import Ledger
 
 SOURCE = Path(cuda_module.__file__).read_text(encoding="utf-8")
@@ -144,3 +148,20 @@ def test_submission_does_not_wait_for_a_host_operation() -> None:
         copy.wait()
     rig.backend.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("zero-lane")]
+
+
+def test_two_threads_may_see_an_event_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticket: cuda_module.DeviceTicket[None] = cuda_module.DeviceTicket(
+        label="copy", lane="down", sequence=0, order=ProgramOrder("test")
+    )
+    assert ticket.start()
+
+    def the_other_thread_was_first(**what: Any) -> Failure:
+        monkeypatch.undo()
+        ticket._end(RuntimeError("the device is lost"))
+        return Failure(**what)
+
+    monkeypatch.setattr(ticket_module, "Failure", the_other_thread_was_first)
+    ticket._end(RuntimeError("the device is lost"))
+    with pytest.raises(LaneError, match="the device is lost"):
+        ticket.wait()

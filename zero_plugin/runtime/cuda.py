@@ -238,11 +238,11 @@ class DeviceTicket(Ticket[T]):
         return self._event is not None or super()._passable()
 
     def _end(self, cause: Exception | None) -> None:
-        # Several threads may see the event pass; the first ends the ticket.
+        # Several threads may see the event pass, or fail; the first ends the ticket.
         if cause is None:
             self.move(TicketState.DONE, unless=ENDED)
         elif not super().done:
-            self.fail(cause)
+            self.fail(cause, unless=ENDED)
         self._operation = None
 
 

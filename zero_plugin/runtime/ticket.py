@@ -307,11 +307,13 @@ class Ticket(Generic[T]):
         self._value = value
         self.move(TicketState.DONE)
 
-    def fail(self, cause: BaseException) -> Failure:
-        """The operation ended with the exception `cause`."""
-        self._failure = Failure(label=self.label, lane=self.lane, cause=cause)
-        self.move(TicketState.FAILED)
-        return self._failure
+    def fail(
+        self, cause: BaseException, *, unless: frozenset[TicketState] = frozenset()
+    ) -> Failure:
+        """The operation ended with the exception `cause`, unless it has ended in one of the states `unless`."""
+        failure = self._failure = Failure(label=self.label, lane=self.lane, cause=cause)
+        self.move(TicketState.FAILED, unless=unless)
+        return failure
 
     def poison(self, failure: Failure) -> None:
         """The operation will not run, because of `failure`."""
