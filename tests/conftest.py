@@ -46,7 +46,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How many seeds the tests of many schedules try, and how many placements each model meets."""
+    """How many seeds the tests of many schedules try, how many placements each model meets, how often threads change places."""
     parser.addoption(
         "--schedules",
         type=int,
@@ -58,6 +58,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("drawn", "all"),
         default="drawn",
         help="placements that each shape of the integration matrix meets: a share drawn with a fixed seed, or all",
+    )
+    parser.addoption(
+        "--switch-interval",
+        type=float,
+        metavar="SECONDS",
+        default=sys.getswitchinterval(),
+        help="time after which a thread gives way to another, here and in ranks; 1e-5 shows races that are met once in a million operations",
     )
 
 
@@ -75,7 +82,7 @@ def every_placement(request: pytest.FixtureRequest) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Lets `kill -USR1` show the stacks of a test run that seems to hang."""
-    del config
+    sys.setswitchinterval(float(str(config.getoption("--switch-interval"))))
     if sys.__stderr__ is not None:
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
 

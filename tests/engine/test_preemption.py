@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.training import Outcome, Recipe, assert_same_outcome, ranks, train
 
 SWITCH_SECONDS = 1e-5
 """Time after which a thread gives way to another that waits for its turn; Python's own is 5 ms."""
-RECIPE = Recipe(steps=6, accumulate=2, clip=0.5, width=12)
 
 DELAYED: dict[str, Any] = {"delayed_update": True, "delayed_update_warmup": 2}
 MODES: dict[str, dict[str, Any]] = {
@@ -47,12 +45,9 @@ def preempted(seconds: float) -> Generator[None]:
 
 
 def outcome(rank: int, size: int, settings: dict[str, Any]) -> Outcome:
-    torch.set_num_threads(1)
-    recipe = RECIPE
-    if settings.get("update_in_backward"):
-        recipe = Recipe(steps=6, accumulate=2, width=12)
-    with preempted(SWITCH_SECONDS if settings["backend"] == "threads" else 5e-3):
-        return train(recipe, rank=rank, bucket_bytes=512, **settings)
+    clip = None if settings.get("update_in_backward") else 0.5
+    recipe = Recipe(steps=6, accumulate=2, clip=clip, width=12)
+    return train(recipe, rank=rank, bucket_bytes=512, **settings)
 
 
 @pytest.mark.dist
@@ -60,6 +55,7 @@ def outcome(rank: int, size: int, settings: dict[str, Any]) -> Outcome:
 def test_two_ranks_whose_threads_change_places_all_the_time(mode: str, tmp_path: Path) -> None:
     settings = {**MODES[mode], "nvme_path": tmp_path} if "nvme" in str(MODES[mode]) else MODES[mode]
     expected = ranks(2, outcome, {**settings, "backend": "inline"})
-    found = ranks(2, outcome, {**settings, "backend": "threads"})
+    with preempted(SWITCH_SECONDS):
+        found = ranks(2, outcome, {**settings, "backend": "threads"})
     for rank in range(2):
         assert_same_outcome(found[rank], expected[rank], f"{mode}, rank {rank}")

@@ -42,6 +42,20 @@ def sums(rank: int, size: int, start: float) -> tuple[torch.Tensor, Place]:
     return total, Place(rank, os.getpid())
 
 
+def switch_interval(rank: int, size: int) -> float:
+    return sys.getswitchinterval()
+
+
+def test_ranks_change_threads_as_often_as_their_caller() -> None:
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        assert run_ranks(1, switch_interval) == [pytest.approx(1e-4, rel=0.05)]
+    finally:
+        sys.setswitchinterval(usual)
+    assert run_ranks(1, switch_interval) == [pytest.approx(usual)]
+
+
 @pytest.mark.parametrize("store", ["file", "tcp"])
 @pytest.mark.parametrize("size", [1, 4])
 def test_results_come_back_in_rank_order(size: int, store: Literal["file", "tcp"]) -> None:

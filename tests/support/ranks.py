@@ -128,6 +128,7 @@ def run_ranks(
             deadline_seconds=deadline,
             kill_at={rank: when for rank, when in kill.items() if isinstance(when, str)},
             threads=threads,
+            switch_seconds=sys.getswitchinterval(),
         )
         delays = {rank: when for rank, when in kill.items() if not isinstance(when, str)}
         run = Run(job=job, client=client(), delays=delays, stop_on_error=errors == "raise")

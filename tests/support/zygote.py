@@ -52,6 +52,7 @@ class Job:
         deadline_seconds: timeout of the default process group.
         kill_at: for some ranks, the name of the `mark` at which they kill themselves.
         threads: `torch.set_num_threads` of every rank.
+        switch_seconds: time after which a thread of a rank gives way to another, as in the caller.
     """
 
     size: int
@@ -65,6 +66,7 @@ class Job:
     deadline_seconds: float
     kill_at: dict[int, str]
     threads: int
+    switch_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +205,7 @@ def perform(job: Job, rank: int) -> Outcome:
         import torch
 
         torch.set_num_threads(job.threads)
+        sys.setswitchinterval(job.switch_seconds)
         payload: Payload = pickle.loads((Path(job.directory) / "payload").read_bytes())
         function: Any = load_module(payload.module, payload.path)
         for part in payload.name.split("."):
