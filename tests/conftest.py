@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import psutil
@@ -115,6 +116,7 @@ def nothing_left_behind() -> Iterator[None]:
     files = shared_files()
     had_group = default_group_exists()
     yield
+    forget_compiled_code()
     leaks = [
         *leaked_groups(had_group=had_group),
         *leaked_threads(threads),
@@ -124,6 +126,13 @@ def nothing_left_behind() -> Iterator[None]:
     ]
     if leaks:
         pytest.fail("left behind: " + "; ".join(leaks), pytrace=False)
+
+
+def forget_compiled_code() -> None:
+    """Drop what torch keeps for the process once something was compiled: a step then waits for its update, in later tests too."""
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if any(backend is not None for backend in getattr(frames, "cached_backends", {}).values()):
+        sys.modules["torch._dynamo"].reset()
 
 
 def default_group_exists() -> bool:
