@@ -164,7 +164,17 @@ class ProgramOrder:
         """Says that the host is about to block on ticket `sequence`; only `chaos` cares."""
 
     def block_host(self, ticket: Ticket[Any]) -> None:
-        """Blocks the calling thread, which is no lane's, until `ticket` has ended."""
+        """Blocks the calling thread, which is no lane's, until `ticket` has ended.
+
+        Raises:
+            LaneError: This is a forked child, in which no thread will end it.
+        """
+        if os.getpid() != self.process:
+            raise LaneError(
+                f"operation {ticket.label!r} on lane {ticket.lane!r} was under way in process {self.process} when process "
+                f"{os.getpid()} was forked from it, and threads do not survive a fork: wait before forking, "
+                "for example with engine.wait_for_update(), or spawn"
+            )
         self.demand(ticket.sequence)
         thread = threading.get_ident()
         self._blocked[thread] = ticket
